@@ -1,0 +1,22 @@
+"""Exact gradient accumulation for JAX and Optax."""
+
+from jaxacc import losses as losses
+from jaxacc._accumulate import Accumulated as Accumulated
+from jaxacc._accumulate import Evaluation as Evaluation
+from jaxacc._accumulate import accumulate as accumulate
+from jaxacc._ledger import Counter as Counter
+from jaxacc._ledger import Ledger as Ledger
+from jaxacc._mean import Max as Max
+from jaxacc._mean import Mean as Mean
+from jaxacc._mean import Sum as Sum
+from jaxacc._mean import merge as merge
+from jaxacc._split import Split as Split
+from jaxacc._split import solve_split as solve_split
+from jaxacc._split import split_batch as split_batch
+from jaxacc._step import Outcome as Outcome
+from jaxacc._step import Step as Step
+from jaxacc._step import StepInfo as StepInfo
+from jaxacc._step import TrainState as TrainState
+from jaxacc._step import make_step as make_step
+
+__version__ = "0.1.0"

@@ -1,0 +1,69 @@
+"""Leafwise helpers on pytrees: what is differentiated, what is not, and whether it is finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether `leaf` is a float or complex array (PRNG keys, integers and bools are not)."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return jnp.issubdtype(dtype, jnp.inexact)
+
+
+def partition(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """Split a tree into its inexact leaves and the rest, each with None where the other has a leaf."""
+    inexact = jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
+    rest = jax.tree.map(lambda leaf: None if is_inexact(leaf) else leaf, tree)
+    return inexact, rest
+
+
+def merge(inexact: PyTree, rest: PyTree) -> PyTree:
+    """Undo `partition`."""
+    return jax.tree.map(lambda a, b: b if a is None else a, inexact, rest, is_leaf=lambda leaf: leaf is None)
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """One bool: no leaf holds a NaN or an infinity."""
+    finite = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    return jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
+
+
+def cast_like(tree: PyTree, like: PyTree) -> PyTree:
+    """Cast every leaf to the dtype its counterpart in `like` has."""
+    return jax.tree.map(lambda new, old: new.astype(old.dtype), tree, like)
+
+
+def copy(tree: PyTree) -> PyTree:
+    """Copy every leaf into a device buffer of its own, strongly typed, so that it can be donated."""
+
+    def copy_leaf(leaf: Any) -> jax.Array:
+        return jnp.array(leaf, dtype=leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf), copy=True)
+
+    return jax.tree.map(copy_leaf, tree)
+
+
+def vary(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Mark every leaf as varying over the manual mesh axes in `axes` that it does not vary over yet.
+
+    Inside `jax.shard_map(check_vma=True)` autodiff sums the gradient of an unvarying value over the mesh by itself,
+    once per backward pass. A varying value keeps its local gradient, which is what accumulation needs. Where JAX does
+    not track varying axes (`check_vma=False`, `pmap`) the mark changes nothing.
+    """
+
+    def vary_leaf(leaf: Any) -> Any:
+        missing = tuple(axis for axis in axes if axis not in jax.typeof(leaf).mat.varying)
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary_leaf, tree) if axes else tree
+
+
+def varying_axes(shape_dtype: Any) -> tuple[str, ...]:
+    """The manual mesh axes over which a result of `jax.eval_shape` varies."""
+    manual = shape_dtype.manual_axis_type
+    return tuple(manual.varying) if manual is not None else ()
