@@ -13,7 +13,7 @@ from jaxacc._fold import FoldName, fold_gradients, fold_values, pull_back, start
 from jaxacc._keys import microbatch_key
 from jaxacc._mean import Mean, reduce_over
 from jaxacc._split import check_window
-from jaxacc._tree import PyTree, merge, partition, vary, varying_axes
+from jaxacc._tree import PyTree, at_least_float32, merge, partition, vary, varying_axes
 
 
 class Accumulated(NamedTuple):
@@ -201,4 +201,4 @@ def _reciprocal(weight: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _accumulator_dtype(leaf: Any, accumulator_dtype: Any) -> Any:
-    return jnp.promote_types(leaf.dtype, jnp.float32) if accumulator_dtype is None else accumulator_dtype
+    return at_least_float32(leaf.dtype) if accumulator_dtype is None else accumulator_dtype

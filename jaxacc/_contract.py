@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxacc._mean import Array, Max, Mean, Sum, is_reduction
 from jaxacc._split import ROW_MASK, row_mask_of
-from jaxacc._tree import PyTree, vary
+from jaxacc._tree import PyTree, at_least_float32, vary
 
 LossFn = Callable[[Any, Any, Any], Any]
 """`loss_fn(params, microbatch, key)` returning `Mean`, or `(Mean, metrics)` with `has_aux=True`."""
@@ -125,7 +125,8 @@ def _reduce_max(value: Array, rows: int, mask: Array | None, name: str) -> jax.A
 def _is_per_row(value: jax.Array, rows: int, name: str) -> bool:
     if value.shape not in ((), (rows,)):
         raise ValueError(
-            f"{name} has an entry of shape {value.shape}; entries are scalars or one per row, ({rows},). Sum over the other axes."
+            f"{name} has an entry of shape {value.shape}; entries are scalars or one per row, ({rows},). "
+            "Sum over the other axes."
         )
     return value.ndim == 1
 
@@ -133,5 +134,5 @@ def _is_per_row(value: jax.Array, rows: int, name: str) -> bool:
 def _sum_dtype(dtype: Any) -> Any:
     """The dtype to sum in: at least 32 bits, of the same kind."""
     if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.promote_types(dtype, jnp.float32)
+        return at_least_float32(dtype)
     return dtype if dtype != jnp.bool_ and jnp.iinfo(dtype).bits >= 32 else jnp.dtype(jnp.int32)

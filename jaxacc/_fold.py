@@ -29,7 +29,7 @@ def uses_in_place(fold: FoldName, trainable: PyTree, accumulators: PyTree) -> bo
     differing = sorted({f"{p.dtype} parameters, {a.dtype} sums" for p, a in pairs if p.dtype != a.dtype})
     reason = None
     if jax.__version_info__ < IN_PLACE_SINCE:
-        reason = f"jax {jax.__version__} gives wrong gradients through an inner lax.scan (jax-ml/jax#38929), jax >= 0.11 does not"
+        reason = f"jax {jax.__version__} gives wrong gradients through an inner lax.scan (jax-ml/jax#38929), 0.11 does not"
     elif differing:
         reason = f"it adds into sums of the parameters' own dtype, and here are {'; '.join(differing)}"
     if fold == "in_place" and reason:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxacc._tree import PyTree
+from jaxacc._tree import PyTree, at_least_float32, is_inexact
 
 Array = Any
 
@@ -35,10 +35,11 @@ class Mean(NamedTuple):
     @property
     def value(self) -> jax.Array:
         """`total / weight`; 0 where the weight is 0, with a gradient that is finite there too."""
-        weight = jnp.asarray(self.weight)
+        total, weight = jnp.asarray(self.total), jnp.asarray(self.weight)
+        dtype = at_least_float32(total.dtype) if is_inexact(total) else jnp.float32
         inhabited = weight != 0
-        quotient = jnp.asarray(self.total) / jnp.where(inhabited, weight, jnp.ones_like(weight))
-        return jnp.where(inhabited, quotient, jnp.zeros_like(quotient))
+        divisor = jnp.where(inhabited, weight, jnp.ones_like(weight)).astype(dtype)
+        return jnp.where(inhabited, total.astype(dtype) / divisor, jnp.zeros_like(total, dtype))
 
 
 class Sum(NamedTuple):

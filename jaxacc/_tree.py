@@ -16,6 +16,11 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def at_least_float32(dtype: Any) -> Any:
+    """The inexact dtype itself, or float32 where it has fewer than 32 bits (per component)."""
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
+
+
 def partition(tree: PyTree) -> tuple[PyTree, PyTree]:
     """Split a tree into its inexact leaves and the rest, each with None where the other has a leaf."""
     inexact = jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxacc._mean import Array, Mean
+from jaxacc._tree import at_least_float32
 
 
 def causal_lm(logits: Array, labels: Array, *, mask: Array | None = None, ignore_index: int = -100, shift: bool = True) -> Mean:
@@ -49,7 +50,7 @@ def causal_lm(logits: Array, labels: Array, *, mask: Array | None = None, ignore
         counted &= mask.astype(bool)
     if shift:
         logits, labels, counted = logits[..., :-1, :], labels[..., 1:], counted[..., 1:]
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    logits = logits.astype(at_least_float32(logits.dtype))
     logits = jnp.where(counted[..., None], logits, jnp.zeros_like(logits))
     targets = jnp.where(counted, labels, jnp.zeros_like(labels))
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
