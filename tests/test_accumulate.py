@@ -135,6 +135,28 @@ def test_class_weights_are_summed_over_the_window():
     assert float(out.loss) == pytest.approx(1)
 
 
+AGGREGATIONS = {
+    "token": lambda nll, mask: (jnp.sum(nll * mask), jnp.sum(mask)),
+    "sequence_sum": lambda nll, mask: (jnp.sum(nll * mask, -1), jnp.any(mask, -1)),
+    "sequence_mean": lambda nll, mask: (jnp.sum(nll * mask, -1) / jnp.maximum(jnp.sum(mask, -1), 1), jnp.any(mask, -1)),
+    "constant": lambda nll, mask: (jnp.sum(nll * mask), nll.shape[0] * LENGTH),
+}
+
+
+@pytest.mark.parametrize("name", AGGREGATIONS)
+def test_every_aggregation_is_invariant(name):
+    """Token mean, sums and means per sequence, a constant: different numbers, each the same for every A (cases 8, 15, 43)."""
+
+    def loss_fn(params, microbatch, key):
+        return jaxacc.Mean(*AGGREGATIONS[name](lm_nll(params, microbatch), microbatch["mask"]))
+
+    params, batch = lm_params(), lm_batch(counts=(1, 1, 1, 13))
+    total, weight = AGGREGATIONS[name](lm_nll(params, batch), batch["mask"])
+    for steps in SPLITS:
+        out = jaxacc.accumulate(loss_fn)(params, jaxacc.split_batch(batch, accumulation_steps=steps))
+        np.testing.assert_allclose(out.loss, np.sum(total) / np.sum(weight), rtol=1e-5)
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("fold", FOLDS)
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
