@@ -1,0 +1,64 @@
+"""`jaxacc train CONFIG`: the command line."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from jaxacc.experiment.config import Config, UserError, load, override, without_quantities
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line and return its exit status: 0, or 2 after one message about bad input."""
+    try:
+        return _app(_file_config(argv)).cli(args=argv, prog="jaxacc", description="Exact gradient accumulation for JAX.")
+    except UserError as error:
+        print(f"jaxacc: {error}", file=sys.stderr)
+        return 2
+
+
+def _file_config(argv: list[str]) -> Config:
+    """The config that the command names, read before the options are: it holds their defaults."""
+    named = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else None
+    return load(Path(named)) if named else Config()
+
+
+def _app(file: Config) -> tyro.extras.SubcommandApp:
+    app = tyro.extras.SubcommandApp()
+    defaults = without_quantities(file)
+
+    @app.command
+    def train(
+        config_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")],
+        config: Annotated[Config, tyro.conf.arg(name="")] = defaults,
+        run_dir: Path | None = None,
+        resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+    ) -> int:
+        """Train a language model by exact gradient accumulation.
+
+        Args:
+            config_file: A TOML file. It comes first; every option after it replaces what the file says.
+            config: The experiment.
+            run_dir: A new folder for records, checkpoints and the sheet. Default: one under runs/, named by the time.
+            resume: Continue the run in --run-dir from its newest checkpoint.
+        """
+        from jaxacc.experiment.run import train as run
+
+        if resume and run_dir is None:
+            raise UserError("--resume needs the --run-dir of the run to continue.")
+        run(override(file, config), run_dir or _fresh_folder(config_file), resume=resume, console=Console())
+        return 0
+
+    return app
+
+
+def _fresh_folder(config: Path) -> Path:
+    """`runs/CONFIG-DATE-TIME`, numbered where that exists."""
+    base = Path("runs") / f"{config.stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    candidates = [base, *(base.with_name(f"{base.name}-{number}") for number in range(2, 100))]
+    return next(folder for folder in candidates if not folder.exists())

@@ -1,0 +1,297 @@
+"""What an experiment is told: frozen dataclasses read from TOML, every fault reported at once, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import cattrs
+from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
+
+from jaxacc._split import Split, solve_split
+
+DURATIONS = ("updates", "epochs", "tokens")
+
+
+class UserError(ValueError):
+    """Bad input: the command line prints the message alone, without a traceback, and exits with status 2."""
+
+
+def _number(default: Any, **bounds: float) -> Any:
+    """A field with bounds: `minimum` (inclusive), `above` and `below` (exclusive)."""
+    return field(default=default, metadata=bounds)
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Rows behind one update. State two of the three; the third follows."""
+
+    effective: int | None = _number(None, minimum=1)
+    """Effective batch: rows behind one update."""
+    microbatch: int | None = _number(None, minimum=1)
+    """Rows of one forward and backward pass on one replica."""
+    accumulation_steps: int | None = _number(None, minimum=1)
+    """Microbatches per window, A."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, and from which seed. State exactly one duration."""
+
+    updates: int | None = _number(None, minimum=1)
+    """Duration in updates (windows attempted)."""
+    epochs: int | None = _number(None, minimum=1)
+    """Duration in passes over the training rows; the last window may be short."""
+    tokens: int | None = _number(None, minimum=1)
+    """Duration in supervised tokens: as many updates as reach them."""
+    seed: int = _number(0, minimum=0, below=2**32)
+    """Seed of the parameters, of the order of the rows and of dropout."""
+    eval_every: int = _number(0, minimum=0)
+    """Updates between evaluations on the held-out documents; 0: at the end only."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Text, as byte tokens. Without paths: the English help texts that ship with Python."""
+
+    paths: tuple[str, ...] = ()
+    """Your own UTF-8 text files."""
+    documents: Literal["file", "paragraph"] = "file"
+    """What a document is in your files: the file, or each part between blank lines. Rows never cross documents."""
+    context: int = _number(128, minimum=2)
+    """Most tokens in a row."""
+    held_out: float = _number(0.1, above=0, below=1)
+    """Share of the bytes held out for evaluation, by whole documents."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer with tied embedding and scanned layers."""
+
+    layers: int = _number(4, minimum=1)
+    """Transformer layers."""
+    width: int = _number(128, minimum=1)
+    """Width of the residual stream."""
+    heads: int = _number(4, minimum=1)
+    """Attention heads; they divide the width."""
+    hidden: int = _number(512, minimum=1)
+    """Width of the feed-forward layer."""
+    dropout: float = _number(0.0, minimum=0, below=1)
+    """Dropout on both branches of a layer."""
+    remat: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the computation. Parameters and sums are float32."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The Optax transformation."""
+
+    name: Literal["adamw", "sgd", "adafactor"] = "adamw"
+    """The optimizer."""
+    learning_rate: float = _number(1e-3, above=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """From the peak down to a tenth of it over the run, or constant. It counts applied updates."""
+    warmup: int = _number(0, minimum=0)
+    """Updates of linear warmup from 0."""
+    clip: float | None = _number(1.0, above=0)
+    """Largest global gradient norm."""
+    weight_decay: float = _number(0.1, minimum=0)
+    """Decoupled weight decay of matrices, not of norm scales (adamw)."""
+    b1: float = _number(0.9, minimum=0, below=1)
+    """First-moment decay of adamw; momentum of sgd."""
+    b2: float = _number(0.95, minimum=0, below=1)
+    """Second-moment decay (adamw)."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Orbax checkpoints."""
+
+    every: int = _number(0, minimum=0)
+    """Updates between checkpoints; 0: at the end only."""
+    keep: int = _number(2, minimum=1)
+    """Newest checkpoints kept."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """An experiment."""
+
+    batch: BatchConfig = BatchConfig()
+    train: TrainConfig = TrainConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+def load(path: Path) -> Config:
+    """Read a TOML file, or raise one `UserError` that lists everything wrong with its keys and types."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the config {path}: {error.strerror}. Give the path of a TOML file.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}") from error
+    sections = {item.name for item in dataclasses.fields(Config)}
+    if flat := [
+        f"{name}: {tree[name]!r} is not a table. Write [{name}]."
+        for name in sections & set(tree)
+        if not isinstance(tree[name], dict)
+    ]:
+        raise UserError(_listing(str(path), flat))
+    try:
+        return _converter().structure(tree, Config)
+    except ClassValidationError as error:
+        raise UserError(_listing(str(path), _faults(error, Config, ""))) from error
+
+
+def to_tree(config: Config) -> dict[str, Any]:
+    """The config as JSON-able values, None included."""
+    return cattrs.Converter().unstructure(config)
+
+
+def override(config: Config, given: Config) -> Config:
+    """The file's config with the quantities of the command line put in their place.
+
+    `given` is the command line's config, in which a batch quantity or duration that was not stated is None. A duration
+    replaces the file's, whatever its unit. Overriding the microbatch or the accumulation steps drops the other one and
+    keeps the effective batch; overriding the effective batch keeps the file's microbatch or accumulation steps.
+    """
+    return dataclasses.replace(
+        given,
+        train=_override_duration(config.train, given.train),
+        batch=_override_batch(config.batch, given.batch),
+    )
+
+
+def without_quantities(config: Config) -> Config:
+    """The config without batch quantities and durations: what the command line starts from."""
+    nothing = dict.fromkeys(DURATIONS)
+    return dataclasses.replace(config, batch=BatchConfig(), train=dataclasses.replace(config.train, **nothing))
+
+
+def check(config: Config, *, replicas: int = 1) -> Split:
+    """Check every value and return the split, or raise one `UserError` that lists everything wrong."""
+    faults = list(_bound_faults(config, ""))
+    if config.model.width % config.model.heads:
+        faults.append(f"model.width={config.model.width} is not divisible by model.heads={config.model.heads}.")
+    durations = {name: getattr(config.train, name) for name in DURATIONS}
+    stated = [f"{name}={value}" for name, value in durations.items() if value is not None]
+    if len(stated) != 1:
+        faults.append(
+            f"[train] states {' and '.join(stated) or 'no duration'}. State exactly one of updates, epochs and tokens."
+        )
+    batch, split = config.batch, None
+    try:
+        split = solve_split(
+            effective_batch=batch.effective, microbatch=batch.microbatch, accumulation_steps=batch.accumulation_steps,
+            replicas=replicas,
+        )  # fmt: skip
+    except ValueError as error:
+        faults.append(f"[batch] {error}")
+    if faults or split is None:
+        raise UserError(_listing("the configuration", faults))
+    return split
+
+
+def _override_duration(file: TrainConfig, given: TrainConfig) -> TrainConfig:
+    if any(getattr(given, name) is not None for name in DURATIONS):
+        return given
+    return dataclasses.replace(given, **{name: getattr(file, name) for name in DURATIONS})
+
+
+def _override_batch(file: BatchConfig, given: BatchConfig) -> BatchConfig:
+    stated = {name: value for name, value in dataclasses.asdict(given).items() if value is not None}
+    if len(stated) >= 2:
+        return given
+    if not stated:
+        return file
+    if "effective" in stated:
+        steps = file.accumulation_steps if file.microbatch is None else None
+        return BatchConfig(given.effective, file.microbatch, steps)
+    effective = file.effective
+    if effective is None and file.microbatch is not None and file.accumulation_steps is not None:
+        effective = file.microbatch * file.accumulation_steps
+    return dataclasses.replace(given, effective=effective)
+
+
+def _bound_faults(node: Any, prefix: str) -> Iterator[str]:
+    for item in dataclasses.fields(node):
+        value, name = getattr(node, item.name), f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _bound_faults(value, f"{name}.")
+        elif value is not None and item.metadata:
+            bounds = item.metadata
+            if value < bounds.get("minimum", value):
+                yield f"{name}={value} must be at least {bounds['minimum']}."
+            if "above" in bounds and value <= bounds["above"]:
+                yield f"{name}={value} must be greater than {bounds['above']}."
+            if "below" in bounds and value >= bounds["below"]:
+                yield f"{name}={value} must be less than {bounds['below']}."
+
+
+def _converter() -> cattrs.Converter:
+    """Structure without coercion: 8.7 is no int, "8" neither, true is no number."""
+    converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
+
+    def strict(*accepted: type) -> Any:
+        def hook(value: Any, target: type) -> Any:
+            if type(value) not in accepted:
+                raise TypeError(f"{value!r} is a {type(value).__name__}, expected {target.__name__}")
+            return target(value)
+
+        return hook
+
+    def choice(value: Any, target: Any) -> Any:
+        if value not in get_args(target):
+            known = get_args(target)
+            raise TypeError(f"{value!r} is not one of {', '.join(map(repr, known))}{_did_you_mean(value, known)}")
+        return value
+
+    def strings(value: Any, _: Any) -> tuple[str, ...]:
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise TypeError(f"{value!r} is not a list of strings")
+        return tuple(value)
+
+    for target, accepted in {int: (int,), float: (float, int), bool: (bool,), str: (str,)}.items():
+        converter.register_structure_hook(target, strict(*accepted))
+    converter.register_structure_hook_func(lambda target: getattr(target, "__origin__", None) is Literal, choice)
+    converter.register_structure_hook_func(lambda target: target == tuple[str, ...], strings)
+    return converter
+
+
+def _faults(error: BaseException, target: Any, prefix: str) -> Iterator[str]:
+    """One sentence per fault inside a (nested) structuring error."""
+    if isinstance(error, ForbiddenExtraKeysError):
+        known = [item.name for item in dataclasses.fields(target)]
+        for key in sorted(error.extra_fields):
+            yield f"{prefix}{key}: unknown key{_did_you_mean(key, known)}. Known here: {', '.join(known)}."
+    elif isinstance(error, ClassValidationError):
+        with_notes, without = error.group_exceptions()
+        for cause, note in with_notes:
+            yield from _faults(cause, get_type_hints(target)[note.name], f"{prefix}{note.name}.")
+        for cause in without:
+            yield from _faults(cause, target, prefix)
+    elif isinstance(error, IterableValidationError):
+        yield f"{prefix.rstrip('.')}: {error.exceptions[0]}."
+    else:
+        yield f"{prefix.rstrip('.')}: {error}."
+
+
+def _did_you_mean(word: Any, known: Any) -> str:
+    near = difflib.get_close_matches(str(word), list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def _listing(where: str, faults: Any) -> str:
+    faults = list(faults)
+    return f"{where}: {faults[0]}" if len(faults) == 1 else "\n  ".join([f"{where} has {len(faults)} faults:", *faults])

@@ -1,0 +1,256 @@
+"""`train`: prepare everything that can fail, then run windows, records, evaluations and checkpoints to the sheet."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+
+from jaxacc._ledger import Ledger
+from jaxacc._mean import Mean, merge
+from jaxacc._split import Split
+from jaxacc._step import Outcome, Step, StepInfo, TrainState, make_step
+from jaxacc.experiment import data, models, optimizers, sheet
+from jaxacc.experiment.checkpoint import Checkpoints, open_checkpoints
+from jaxacc.experiment.config import Config, UserError, check, to_tree
+from jaxacc.experiment.progress import Report, progress
+from jaxacc.experiment.records import Records, write_json
+
+FREE_TO_CHANGE = ("train.updates", "train.epochs", "train.tokens", "train.eval_every", "checkpoint.every", "checkpoint.keep")
+"""What a resumed run may state differently."""
+
+
+class Experiment(NamedTuple):
+    """All that a run needs, made before anything is written."""
+
+    config: Config
+    split: Split
+    corpus: data.Corpus
+    plan: data.Schedule
+    step: Step
+    rate: optax.Schedule
+    state: TrainState
+
+
+def prepare(config: Config) -> Experiment:
+    """Check the config, read the data, build model, optimizer and the initial state."""
+    split = check(config)
+    corpus = data.load(config.data)
+    plan = data.schedule(config.train, corpus.train, split.effective_batch)
+    init, loss_fn = models.build(config.model, vocabulary=data.VOCABULARY, context=config.data.context)
+    tx, rate = optimizers.build(config.optimizer, plan.updates)
+    step = make_step(loss_fn, tx)
+    params_key, key = jax.random.split(jax.random.key(config.train.seed))
+    return Experiment(config, split, corpus, plan, step, rate, step.init(jax.jit(init)(params_key), key=key))
+
+
+def train(config: Config, run_dir: Path, *, resume: bool, console: Console) -> dict[str, Any]:
+    """Run an experiment to its end in `run_dir`, and return its sheet.
+
+    Raises:
+      UserError: for bad input, before anything is compiled or written.
+    """
+    _check_folder(run_dir, resume)
+    experiment = prepare(config)
+    start, state = 0, experiment.state
+    if resume:
+        start, state = _restore(experiment, run_dir, console)
+    compiled = _compile(experiment, state)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_json(run_dir / "config.json", to_tree(config))
+    checkpoints = open_checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep)
+    records, evals = (Records(run_dir / f"{name}.jsonl", upto=start) for name in ("records", "evals"))
+    try:
+        state = _loop(experiment, state, start, compiled, checkpoints, records, evals, console)
+    finally:
+        checkpoints.close()
+        records.close()
+        evals.close()
+    result = _sheet(experiment, state, compiled, records, evals)
+    write_json(run_dir / "sheet.json", result)
+    sheet.show(result, console)
+    return result
+
+
+class Given(NamedTuple):
+    """What an update gives besides the new state, in buffers of its own: the next update donates the state."""
+
+    info: StepInfo
+    ledger: Ledger
+    lr: jax.Array
+
+
+class Recorder:
+    """Reads what an update gave while the next one runs, so that the device does not wait for the host."""
+
+    def __init__(self, records: Records, report: Report):
+        self._records, self._report = records, report
+        self._pending: Given | None = None
+        self._seconds, self._tokens = 0.0, 0
+        self._tokens_before: int = (records.last or {}).get("tokens", 0)
+        self.restart_clock()
+
+    def push(self, given: Given) -> None:
+        """Take an update that was just dispatched; record the one before."""
+        before, self._pending = self._pending, given
+        if before is not None:
+            self._record(before)
+
+    def flush(self) -> None:
+        """Wait for the last update and record it."""
+        if self._pending is not None:
+            self._record(self._pending)
+            self._pending = None
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last update out of the next one's seconds."""
+        self._clock = time.perf_counter()
+
+    def _record(self, given: Given) -> None:
+        info, ledger, lr = jax.device_get(given)
+        seconds = time.perf_counter() - self._clock
+        self.restart_clock()
+        counts = {name: int(getattr(ledger, name)) for name in ("attempted", "applied", "microbatches", "examples", "tokens")}
+        record = {
+            **counts, "loss": float(info.loss), "grad_norm": float(info.grad_norm), "lr": float(lr), "seconds": seconds,
+            "outcome": Outcome(int(info.outcome)).name,
+        }  # fmt: skip
+        self._seconds += seconds
+        self._tokens, self._tokens_before = self._tokens + counts["tokens"] - self._tokens_before, counts["tokens"]
+        self._records.append(record)
+        self._report(record, self._tokens / self._seconds)
+
+
+def evaluate(step: Step, state: TrainState, windows: Iterable[Any]) -> Mean:
+    """The undivided loss over all windows, merged as Python numbers: exact counts, float64 sums."""
+    total = Mean(0.0, 0)
+    for window in windows:
+        loss = jax.device_get(step.evaluate(state, window).loss)
+        total = merge(total, Mean(float(loss.total), int(loss.weight)))
+    return total
+
+
+def _loop(
+    experiment: Experiment, state: TrainState, start: int, compiled: Any, checkpoints: Checkpoints, records: Records,
+    evals: Records, console: Console,
+) -> TrainState:  # fmt: skip
+    """Run the windows from the state's position to the end of the plan."""
+    config, plan = experiment.config, experiment.plan
+    meta = _meta(experiment)
+
+    def evaluation(attempted: int) -> None:
+        held_out = data.held_out_windows(experiment.corpus.held_out, experiment.split)
+        loss = evaluate(experiment.step, state, held_out)
+        evals.append({"attempted": attempted, "loss": loss.total / loss.weight, "tokens": loss.weight})
+
+    windows = data.windows(
+        experiment.corpus.train, plan, experiment.split, seed=config.train.seed, start=int(state.ledger.examples)
+    )
+    with progress(console, done=start, updates=plan.updates) as report:
+        recorder = Recorder(records, report)
+        for attempted, window in enumerate(windows, start + 1):
+            state, given = compiled(state, window)
+            recorder.push(given)
+            due = [every > 0 and attempted % every == 0 for every in (config.train.eval_every, config.checkpoint.every)]
+            if any(due) or attempted == plan.updates:
+                recorder.flush()
+                if due[0] or attempted == plan.updates:
+                    evaluation(attempted)
+                checkpoints.save(attempted, state, meta)
+                recorder.restart_clock()
+    return state
+
+
+def _compile(experiment: Experiment, state: TrainState) -> Any:
+    """The update, compiled before anything is written."""
+
+    def update(state: TrainState, window: Any) -> tuple[TrainState, Given]:
+        lr = jnp.asarray(experiment.rate(state.ledger.applied.low.astype(jnp.int32)))
+        state, info = experiment.step.update(state, window)
+        return state, Given(info, state.ledger, lr)
+
+    window = next(data.windows(experiment.corpus.train, experiment.plan, experiment.split, seed=0))
+    return jax.jit(update, donate_argnums=0).lower(state, window).compile()
+
+
+def _check_folder(run_dir: Path, resume: bool) -> None:
+    if resume and not (run_dir / "config.json").exists():
+        raise UserError(f"{run_dir} is not a run folder (it has no config.json). Leave out --resume to begin a run there.")
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"{run_dir} is a file. Give a folder.")
+    if not resume and run_dir.exists() and any(run_dir.iterdir()):
+        raise UserError(f"{run_dir} exists and is not empty. Give another --run-dir, or --resume to continue the run in it.")
+
+
+def _restore(experiment: Experiment, run_dir: Path, console: Console) -> tuple[int, TrainState]:
+    """Attempted windows and state of the newest checkpoint; the beginning where there is none yet."""
+    folder = run_dir / "checkpoints"
+    checkpoints = open_checkpoints(folder, keep=experiment.config.checkpoint.keep) if folder.exists() else None
+    attempted = checkpoints.latest() if checkpoints else None
+    if checkpoints is None or attempted is None:
+        console.print(f"no checkpoint in {run_dir} yet: starting from update 0", soft_wrap=True)
+        return 0, experiment.state
+    _check_same(checkpoints.meta(attempted), experiment, run_dir)
+    state = checkpoints.restore(attempted, experiment.state)
+    checkpoints.close()
+    console.print(f"resuming after update {attempted} of {experiment.plan.updates}", soft_wrap=True)
+    return attempted, state
+
+
+def _check_same(meta: dict[str, Any], experiment: Experiment, run_dir: Path) -> None:
+    """Refuse to continue a run as another one."""
+    saved, now = _flat(meta["config"]), _flat(to_tree(experiment.config))
+    changed = [name for name in sorted(saved.keys() | now) if saved.get(name) != now.get(name)]
+    refused = [
+        f"{name}: {saved.get(name)!r} in the run, {now.get(name)!r} now" for name in changed if name not in FREE_TO_CHANGE
+    ]
+    if meta["split"] != experiment.split._asdict():
+        refused.append(f"split: {meta['split']} in the run, {experiment.split._asdict()} now")
+    if meta["fingerprint"] != experiment.corpus.fingerprint:
+        refused.append("the text itself: its fingerprint is not the one of the run")
+    if refused:
+        raise UserError(
+            "\n  ".join([f"{run_dir} was run with another configuration; repeat its own, or begin a new run:", *refused])
+        )
+
+
+def _meta(experiment: Experiment) -> dict[str, Any]:
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint")}
+    return {
+        "config": to_tree(experiment.config), "split": experiment.split._asdict(), "versions": versions,
+        "fingerprint": experiment.corpus.fingerprint,
+    }  # fmt: skip
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    """`{section.key: value}` without the batch section, which the split stands for; tuples as JSON's lists."""
+    pairs = ((f"{section}.{key}", value) for section, keys in tree.items() if section != "batch" for key, value in keys.items())
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
+
+
+def _sheet(experiment: Experiment, state: TrainState, compiled: Any, records: Records, evals: Records) -> dict[str, Any]:
+    split, plan, ledger = experiment.split, experiment.plan, jax.device_get(state.ledger)
+    peak, source = sheet.peak_memory(compiled)
+    first, last, evaluated = records.first or {}, records.last or {}, evals.last or {}
+    return {
+        "microbatch": split.microbatch, "accumulation_steps": split.accumulation_steps, "replicas": split.replicas,
+        "effective_batch": split.effective_batch, "attempted": int(ledger.attempted), "applied": int(ledger.applied),
+        "microbatches": int(ledger.microbatches), "examples": int(ledger.examples),
+        "supervised_tokens": int(ledger.tokens),
+        "precision": f"{experiment.config.model.dtype} computation, float32 parameters and sums",
+        "normalization": "supervised tokens of the window",
+        "last_window": "process",
+        "last_window_examples": (plan.examples - 1) % split.effective_batch + 1,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        "peak_memory_bytes": peak, "peak_memory_source": source,
+        "first_loss": first.get("loss"), "final_loss": last.get("loss"), "eval_loss": evaluated.get("loss"),
+        "unigram_entropy": data.unigram_entropy(experiment.corpus.held_out),
+        "data_fingerprint": experiment.corpus.fingerprint, "params_sha256": sheet.digest(state.params),
+    }  # fmt: skip
