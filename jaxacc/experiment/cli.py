@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from jaxacc.experiment.config import Config, UserError, load, override, without_quantities
 
 
-def main(argv: list[str]) -> int:
-    """Run the command line and return its exit status: 0, or 2 after one message about bad input."""
+def main(argv: list[str], *, connect: Callable[[], None] = lambda: None) -> int:
+    """Run the command line and return its exit status: 0, or 2 after one message about bad input.
+
+    `connect` is called once the options are read, before JAX is used: it joins the processes of a run.
+    """
     try:
-        return _app(_file_config(argv)).cli(args=argv, prog="jaxacc", description="Exact gradient accumulation for JAX.")
+        app = _app(_file_config(argv), connect)
+        return app.cli(args=argv, prog="jaxacc", description="Exact gradient accumulation for JAX.", registry=_registry())
     except UserError as error:
         print(f"jaxacc: {error}", file=sys.stderr)
         return 2
@@ -28,7 +32,7 @@ def _file_config(argv: list[str]) -> Config:
     return load(Path(named)) if named else Config()
 
 
-def _app(file: Config) -> tyro.extras.SubcommandApp:
+def _app(file: Config, connect: Callable[[], None]) -> tyro.extras.SubcommandApp:
     app = tyro.extras.SubcommandApp()
     defaults = without_quantities(file)
 
@@ -47,14 +51,41 @@ def _app(file: Config) -> tyro.extras.SubcommandApp:
             run_dir: A new folder for records, checkpoints and the sheet. Default: one under runs/, named by the time.
             resume: Continue the run in --run-dir from its newest checkpoint.
         """
+        import jax
+
         from jaxacc.experiment.run import train as run
 
         if resume and run_dir is None:
             raise UserError("--resume needs the --run-dir of the run to continue.")
-        run(override(file, config), run_dir or _fresh_folder(config_file), resume=resume, console=Console())
+        connect()
+        if run_dir is None and jax.process_count() > 1:
+            raise UserError("several processes need one folder that they share: state --run-dir.")
+        run(override(file, config), run_dir or _fresh_folder(config_file), resume=resume)
         return 0
 
     return app
+
+
+def _registry() -> tyro.constructors.ConstructorRegistry:
+    """How `--mesh data=4 model=2` is read."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    def sizes(arguments: list[str]) -> dict[str, int]:
+        pairs = [argument.partition("=") for argument in arguments]
+        if bad := [name for name, _, size in pairs if not size.isdecimal()]:
+            raise ValueError(f"{bad[0]!r} has no size. Write AXIS=SIZE, as in data=4.")
+        return {name: int(size) for name, _, size in pairs}
+
+    @registry.primitive_rule
+    def mesh(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+        if info.type != dict[str, int]:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs="*", metavar="AXIS=SIZE", instance_from_str=sizes, is_instance=lambda value: isinstance(value, dict),
+            str_from_instance=lambda value: [f"{name}={size}" for name, size in value.items()],
+        )  # fmt: skip
+
+    return registry
 
 
 def _fresh_folder(config: Path) -> Path:

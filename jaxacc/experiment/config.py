@@ -16,6 +16,7 @@ from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, Iterabl
 from jaxacc._split import Split, solve_split
 
 DURATIONS = ("updates", "epochs", "tokens")
+MESH_AXES = ("data", "model")
 
 
 class UserError(ValueError):
@@ -109,6 +110,8 @@ class OptimizerConfig:
     """First-moment decay of adamw; momentum of sgd."""
     b2: float = _number(0.95, minimum=0, below=1)
     """Second-moment decay (adamw)."""
+    sharded: bool = False
+    """Keep a D-th of the optimizer state on each of the D replicas."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,13 @@ class Config:
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    mesh: dict[str, int] = field(default_factory=dict)
+    """Sizes of the mesh axes: `data` (replicas) and `model` (tensor parallel); empty: one device."""
+
+    @property
+    def replicas(self) -> int:
+        """`D`: the size of the axis `data`."""
+        return self.mesh.get("data", 1)
 
 
 def load(path: Path) -> Config:
@@ -179,11 +189,12 @@ def without_quantities(config: Config) -> Config:
     return dataclasses.replace(config, batch=BatchConfig(), train=dataclasses.replace(config.train, **nothing))
 
 
-def check(config: Config, *, replicas: int = 1) -> Split:
+def check(config: Config) -> Split:
     """Check every value and return the split, or raise one `UserError` that lists everything wrong."""
     faults = list(_bound_faults(config, ""))
     if config.model.width % config.model.heads:
         faults.append(f"model.width={config.model.width} is not divisible by model.heads={config.model.heads}.")
+    faults += _mesh_faults(config)
     durations = {name: getattr(config.train, name) for name in DURATIONS}
     stated = [f"{name}={value}" for name, value in durations.items() if value is not None]
     if len(stated) != 1:
@@ -194,7 +205,7 @@ def check(config: Config, *, replicas: int = 1) -> Split:
     try:
         split = solve_split(
             effective_batch=batch.effective, microbatch=batch.microbatch, accumulation_steps=batch.accumulation_steps,
-            replicas=replicas,
+            replicas=config.replicas,
         )  # fmt: skip
     except ValueError as error:
         faults.append(f"[batch] {error}")
@@ -222,6 +233,18 @@ def _override_batch(file: BatchConfig, given: BatchConfig) -> BatchConfig:
     if effective is None and file.microbatch is not None and file.accumulation_steps is not None:
         effective = file.microbatch * file.accumulation_steps
     return dataclasses.replace(given, effective=effective)
+
+
+def _mesh_faults(config: Config) -> Iterator[str]:
+    for axis, size in config.mesh.items():
+        if axis not in MESH_AXES:
+            yield f"mesh.{axis}: unknown axis{_did_you_mean(axis, MESH_AXES)}. Known: {', '.join(MESH_AXES)}."
+        elif size < 1:
+            yield f"mesh.{axis}={size} must be at least 1."
+        elif axis == "model" and (config.model.heads % size or config.model.hidden % size):
+            yield f"mesh.model={size} must divide model.heads={config.model.heads} and model.hidden={config.model.hidden}."
+    if config.optimizer.sharded and config.replicas < 2:
+        yield "optimizer.sharded needs replicas to shard over: state mesh.data."
 
 
 def _bound_faults(node: Any, prefix: str) -> Iterator[str]:

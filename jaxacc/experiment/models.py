@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from jaxacc._mean import Mean
 from jaxacc.experiment.config import ModelConfig
@@ -60,6 +61,22 @@ class Transformer(nn.Module):
         scan = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=config.layers)
         x, _ = scan(Layer(config, name="layers"), x, None)
         return embed.attend(nn.RMSNorm(dtype=dtype, name="norm")(x))
+
+
+SHARDED_OVER_MODEL = {
+    "qkv": P(None, None, None, "model"),
+    "out": P(None, "model"),
+    "up": P(None, None, "model"),
+    "down": P(None, "model"),
+}
+"""Kernels that the mesh axis `model` shards, by heads and by hidden units; dimension 0 is the layer."""
+
+
+def specs(params: Any) -> Any:
+    """One `PartitionSpec` per parameter, for a mesh with the axis `model`."""
+    return jax.tree.map_with_path(
+        lambda path, _: SHARDED_OVER_MODEL.get(getattr(path[-2], "key", ""), P()) if len(path) > 1 else P(), params
+    )
 
 
 def build(config: ModelConfig, *, vocabulary: int, context: int) -> tuple[Callable[[jax.Array], Any], Callable[..., Mean]]:

@@ -12,8 +12,11 @@ from typing import Any
 class Records:
     """An append-only file of JSON records that each carry `attempted`."""
 
-    def __init__(self, path: Path, *, upto: int):
-        """Open the file and cut off what lies beyond `upto` attempted windows, an unfinished line included."""
+    def __init__(self, path: Path, *, upto: int, writes: bool = True):
+        """Open the file and cut off what lies beyond `upto` attempted windows, an unfinished line included.
+
+        Of several processes one `writes`; the others only keep the first and the last record.
+        """
         self.first: dict[str, Any] | None = None
         self.last: dict[str, Any] | None = None
         kept = b""
@@ -22,19 +25,23 @@ class Records:
                 break
             self._remember(record)
             kept += line
-        write_atomically(path, kept)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = None
+        if writes:
+            write_atomically(path, kept)
+            self._file = path.open("a", encoding="utf-8")
 
     def append(self, record: dict[str, Any]) -> None:
         """Write a record. Numbers that JSON does not know (NaN, inf) become null."""
         record = {name: _jsonable(value) for name, value in record.items()}
         self._remember(record)
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _remember(self, record: dict[str, Any]) -> None:
         self.first = self.first or record

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from jaxacc._ledger import Ledger
 from jaxacc._mean import Mean, merge
 from jaxacc._split import Split
 from jaxacc._step import Outcome, Step, StepInfo, TrainState, make_step
+from jaxacc._tree import PyTree
 from jaxacc.experiment import data, models, optimizers, sheet
 from jaxacc.experiment.checkpoint import Checkpoints, open_checkpoints
 from jaxacc.experiment.config import Config, UserError, check, to_tree
@@ -34,39 +39,69 @@ class Experiment(NamedTuple):
     split: Split
     corpus: data.Corpus
     plan: data.Schedule
+    mesh: jax.sharding.Mesh | None
     step: Step
     rate: optax.Schedule
     state: TrainState
+
+    def windows(self, *, start: int = 0) -> Iterator[PyTree]:
+        """The training windows from position `start`, on the devices."""
+        seed = self.config.train.seed
+        windows = data.windows(self.corpus.train, self.plan, self.split, seed=seed, start=start)
+        return (place(window, self.mesh) for window in windows)
+
+    def held_out_windows(self) -> Iterator[PyTree]:
+        """The held-out windows, on the devices."""
+        return (place(window, self.mesh) for window in data.held_out_windows(self.corpus.held_out, self.split))
 
 
 def prepare(config: Config) -> Experiment:
     """Check the config, read the data, build model, optimizer and the initial state."""
     split = check(config)
+    mesh = _mesh(config)
     corpus = data.load(config.data)
     plan = data.schedule(config.train, corpus.train, split.effective_batch)
     init, loss_fn = models.build(config.model, vocabulary=data.VOCABULARY, context=config.data.context)
     tx, rate = optimizers.build(config.optimizer, plan.updates)
-    step = make_step(loss_fn, tx)
     params_key, key = jax.random.split(jax.random.key(config.train.seed))
-    return Experiment(config, split, corpus, plan, step, rate, step.init(jax.jit(init)(params_key), key=key))
+    params = jax.jit(init)(params_key)
+    step = make_step(
+        loss_fn, tx, mesh=mesh, params_specs=models.specs(params) if "model" in config.mesh else None,
+        shard_optimizer=config.optimizer.sharded,
+    )  # fmt: skip
+    return Experiment(config, split, corpus, plan, mesh, step, rate, step.init(params, key=key))
 
 
-def train(config: Config, run_dir: Path, *, resume: bool, console: Console) -> dict[str, Any]:
+def place(window: PyTree, mesh: jax.sharding.Mesh | None) -> PyTree:
+    """Rows to replicas. Every process knows the whole window and takes what its devices hold."""
+    if mesh is None:
+        return window
+    sharding = NamedSharding(mesh, P(None, "data"))
+    return jax.tree.map(lambda leaf: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__), window)
+
+
+def train(config: Config, run_dir: Path, *, resume: bool) -> dict[str, Any]:
     """Run an experiment to its end in `run_dir`, and return its sheet.
+
+    Of several processes, all run the windows and save checkpoints; process 0 alone prints and writes the rest.
 
     Raises:
       UserError: for bad input, before anything is compiled or written.
     """
+    writes = jax.process_index() == 0
+    console = Console(quiet=not writes)
     _check_folder(run_dir, resume)
     experiment = prepare(config)
     start, state = 0, experiment.state
     if resume:
         start, state = _restore(experiment, run_dir, console)
     compiled = _compile(experiment, state)
+    multihost_utils.sync_global_devices("every process has checked its input")
     run_dir.mkdir(parents=True, exist_ok=True)
-    write_json(run_dir / "config.json", to_tree(config))
+    if writes:
+        write_json(run_dir / "config.json", to_tree(config))
     checkpoints = open_checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep)
-    records, evals = (Records(run_dir / f"{name}.jsonl", upto=start) for name in ("records", "evals"))
+    records, evals = (Records(run_dir / f"{name}.jsonl", upto=start, writes=writes) for name in ("records", "evals"))
     try:
         state = _loop(experiment, state, start, compiled, checkpoints, records, evals, console)
     finally:
@@ -74,7 +109,8 @@ def train(config: Config, run_dir: Path, *, resume: bool, console: Console) -> d
         records.close()
         evals.close()
     result = _sheet(experiment, state, compiled, records, evals)
-    write_json(run_dir / "sheet.json", result)
+    if writes:
+        write_json(run_dir / "sheet.json", result)
     sheet.show(result, console)
     return result
 
@@ -146,13 +182,10 @@ def _loop(
     meta = _meta(experiment)
 
     def evaluation(attempted: int) -> None:
-        held_out = data.held_out_windows(experiment.corpus.held_out, experiment.split)
-        loss = evaluate(experiment.step, state, held_out)
+        loss = evaluate(experiment.step, state, experiment.held_out_windows())
         evals.append({"attempted": attempted, "loss": loss.total / loss.weight, "tokens": loss.weight})
 
-    windows = data.windows(
-        experiment.corpus.train, plan, experiment.split, seed=config.train.seed, start=int(state.ledger.examples)
-    )
+    windows = experiment.windows(start=int(state.ledger.examples))
     with progress(console, done=start, updates=plan.updates) as report:
         recorder = Recorder(records, report)
         for attempted, window in enumerate(windows, start + 1):
@@ -176,8 +209,26 @@ def _compile(experiment: Experiment, state: TrainState) -> Any:
         state, info = experiment.step.update(state, window)
         return state, Given(info, state.ledger, lr)
 
-    window = next(data.windows(experiment.corpus.train, experiment.plan, experiment.split, seed=0))
-    return jax.jit(update, donate_argnums=0).lower(state, window).compile()
+    return jax.jit(update, donate_argnums=0).lower(state, next(experiment.windows())).compile()
+
+
+def _mesh(config: Config) -> jax.sharding.Mesh | None:
+    if not config.mesh:
+        if jax.process_count() > 1:
+            raise UserError(
+                f"{jax.process_count()} processes run, but no mesh is stated. Add --mesh data={jax.device_count()}."
+            )
+        return None
+    axes = {"data": 1, **config.mesh}
+    wanted, found = math.prod(axes.values()), jax.device_count()
+    if wanted > found or (jax.process_count() > 1 and wanted != found):
+        stated = " x ".join(f"{name} {size}" for name, size in axes.items())
+        raise UserError(
+            f"mesh {stated} needs {wanted} devices; there are {found} in {jax.process_count()} processes. State a mesh of "
+            f"{found}; for CPU devices set JAX_NUM_CPU_DEVICES={wanted}."
+        )
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:wanted], axis_types=types)
 
 
 def _check_folder(run_dir: Path, resume: bool) -> None:
@@ -235,6 +286,11 @@ def _flat(tree: dict[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
 
 
+def _whole(params: PyTree, mesh: jax.sharding.Mesh | None) -> PyTree:
+    """The parameters with every leaf whole in every process."""
+    return params if mesh is None else jax.jit(lambda leaves: leaves, out_shardings=NamedSharding(mesh, P()))(params)
+
+
 def _sheet(experiment: Experiment, state: TrainState, compiled: Any, records: Records, evals: Records) -> dict[str, Any]:
     split, plan, ledger = experiment.split, experiment.plan, jax.device_get(state.ledger)
     peak, source = sheet.peak_memory(compiled)
@@ -252,5 +308,5 @@ def _sheet(experiment: Experiment, state: TrainState, compiled: Any, records: Re
         "peak_memory_bytes": peak, "peak_memory_source": source,
         "first_loss": first.get("loss"), "final_loss": last.get("loss"), "eval_loss": evaluated.get("loss"),
         "unigram_entropy": data.unigram_entropy(experiment.corpus.held_out),
-        "data_fingerprint": experiment.corpus.fingerprint, "params_sha256": sheet.digest(state.params),
+        "data_fingerprint": experiment.corpus.fingerprint, "params_sha256": sheet.digest(_whole(state.params, experiment.mesh)),
     }  # fmt: skip
