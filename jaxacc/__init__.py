@@ -4,12 +4,17 @@ from jaxacc import losses as losses
 from jaxacc._accumulate import Accumulated as Accumulated
 from jaxacc._accumulate import Evaluation as Evaluation
 from jaxacc._accumulate import accumulate as accumulate
+from jaxacc._inspect import Collective as Collective
+from jaxacc._inspect import check_reduction as check_reduction
+from jaxacc._inspect import inspect_collectives as inspect_collectives
 from jaxacc._ledger import Counter as Counter
 from jaxacc._ledger import Ledger as Ledger
 from jaxacc._mean import Max as Max
 from jaxacc._mean import Mean as Mean
 from jaxacc._mean import Sum as Sum
 from jaxacc._mean import merge as merge
+from jaxacc._mesh import Layout as Layout
+from jaxacc._mesh import place_window as place_window
 from jaxacc._split import Split as Split
 from jaxacc._split import solve_split as solve_split
 from jaxacc._split import split_batch as split_batch

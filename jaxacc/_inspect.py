@@ -15,7 +15,7 @@ from jaxacc._tree import PyTree, is_inexact
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute")
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 SCALAR_BYTES = 4096
-"""Weights, counts, norms and the like: everything up to this payload is no gradient."""
+"""What weights, counts, norms and metrics may add to the payload of the gradient."""
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
@@ -24,7 +24,10 @@ _CALLEES = re.compile(
     r"=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _SHAPE = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-_GROUPS = re.compile(r"replica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[[^\]]*\] \{[^}]*\})")
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)="
+    r"(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[[^\]]*\] \{[^}]*\})"
+)
 
 
 class Collective(NamedTuple):
@@ -55,25 +58,27 @@ def inspect_collectives(compiled: Any, *, mesh: jax.sharding.Mesh | None = None)
     Returns:
       One `Collective` per instruction. Asynchronous pairs count once.
 
-    >>> import jax, jax.numpy as jnp, jaxacc
-    >>> mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    >>> spec = jax.sharding.PartitionSpec("data")
-    >>> total = jax.shard_map(lambda x: jax.lax.psum(x.sum(), "data"), mesh=mesh, in_specs=spec, out_specs=spec.__class__())
-    >>> sharding = jax.sharding.NamedSharding(mesh, spec)
-    >>> compiled = jax.jit(total).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)).compile()
-    >>> [(c.kind, c.bytes, c.in_loop, c.axes) for c in jaxacc.inspect_collectives(compiled, mesh=mesh)]
-    [('all-reduce', 4, False, ('data',))]
+    >>> import jaxacc
+    >>> hlo = '''
+    ... ENTRY %main (x: f32[8]) -> f32[8] {
+    ...   %x = f32[8]{0} parameter(0)
+    ...   ROOT %total = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add
+    ... }
+    ... '''
+    >>> jaxacc.inspect_collectives(hlo)
+    [Collective(kind='all-reduce', bytes=32, in_loop=False, axes=(), name='total')]
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     computations = _computations(text)
     looping = _reachable_from_loops(computations)
-    found = []
-    for computation, lines in computations.items():
-        for line in lines:
-            collective = _parse(line, computation, computation in looping, mesh)
-            if collective is not None:
-                found.append(collective)
-    return found
+    partitions = re.search(r"num_partitions=(\d+)", text)
+    devices = mesh.size if mesh is not None else int(partitions.group(1)) if partitions else 1
+    found = [
+        _parse(line, computation, computation in looping, mesh, devices)
+        for computation, lines in computations.items()
+        for line in lines
+    ]
+    return [collective for collective in found if collective is not None]
 
 
 def check_reduction(compiled: Any, params: PyTree, *, mesh: jax.sharding.Mesh, data_axes: tuple[str, ...] = ("data",)) -> None:
@@ -84,7 +89,8 @@ def check_reduction(compiled: Any, params: PyTree, *, mesh: jax.sharding.Mesh, d
 
     Args:
       compiled: the compiled step.
-      params: the parameters (arrays or shapes), float32 sums assumed for leaves of up to 32 bits.
+      params: the parameters, arrays or shapes; float32 sums are assumed for leaves of up to 32 bits. Of a leaf that
+        is sharded over other axes, its shard is reduced.
       mesh: the mesh of the step.
       data_axes: the axes that split rows.
 
@@ -96,12 +102,18 @@ def check_reduction(compiled: Any, params: PyTree, *, mesh: jax.sharding.Mesh, d
     if looping:
         raise ValueError(f"collectives over {data_axes} run inside a loop: {looping}. They should run once per window.")
     reduced = sum(c.bytes for c in crossing if c.kind in REDUCTIONS)
-    expected = sum(leaf.size * max(4, leaf.dtype.itemsize) for leaf in jax.tree.leaves(params) if is_inexact(leaf))
+    expected = sum(map(_gradient_bytes, filter(is_inexact, jax.tree.leaves(params))))
     if not expected <= reduced <= expected + SCALAR_BYTES:
         raise ValueError(
             f"{reduced} bytes are reduced over {data_axes} where one reduction of the gradient takes {expected} (and up "
             f"to {SCALAR_BYTES} for scalars): {crossing}."
         )
+
+
+def _gradient_bytes(leaf: Any) -> int:
+    sharding = getattr(leaf, "sharding", None)
+    shape = sharding.shard_shape(leaf.shape) if sharding is not None else leaf.shape
+    return math.prod(shape) * max(4, leaf.dtype.itemsize)
 
 
 def _computations(text: str) -> dict[str, list[str]]:
@@ -134,37 +146,51 @@ def _calls(lines: list[str]) -> Iterator[tuple[str, str]]:
             yield from ((role, name) for name in re.findall(r"[\w.\-]+", names))
 
 
-def _parse(line: str, computation: str, in_loop: bool, mesh: jax.sharding.Mesh | None) -> Collective | None:
+def _parse(line: str, computation: str, in_loop: bool, mesh: jax.sharding.Mesh | None, devices: int) -> Collective | None:
     match = _INSTRUCTION.match(line)
     assert match is not None
     shape, opcode = _shape_and_opcode(line[match.end() :])
-    started = opcode.endswith("-start")
     kind = opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
-    groups = _replica_groups(line)
-    sizes = [_bytes(*found) for found in _SHAPE.findall(shape)]
-    if started and kind == "all-gather":
-        sizes = sizes[len(sizes) // 2 :]  # operands, then results
-    elif started and kind == "collective-permute":
-        sizes = sizes[1:2]
-    scattered = groups.shape[1] if kind == "reduce-scatter" and groups is not None else 1
+    if opcode.endswith("-start") and kind != "all-reduce":
+        shape = _elements(shape)[1]  # (operands, results, ...), where an all-reduce has its results alone
+    groups = _groups(line, devices)
+    size = sum(_bytes(*found) for found in _SHAPE.findall(shape))
+    if kind == "reduce-scatter":
+        size *= groups.shape[1]
     if kind == "all-reduce" and "all-reduce-scatter" in computation:  # how the TPU compiler fuses a reduce-scatter
         kind = "reduce-scatter"
-    return Collective(kind, sum(sizes) * scattered, in_loop, _axes(groups, mesh), match.group(1))
+    return Collective(kind, size, in_loop, _axes(groups, mesh), match.group(1))
 
 
 def _shape_and_opcode(rest: str) -> tuple[str, str]:
     """Split `f32[2]{0} all-reduce(...)` or `(f32[2], s32[]) all-reduce-start(...)` after the equals sign."""
-    end = 0
-    if rest.startswith("("):
-        depth = 0
-        for end, character in enumerate(rest):
-            depth += (character == "(") - (character == ")")
-            if depth == 0:
-                break
+    end = len(_balanced(rest)) if rest.startswith("(") else 0
     opcode = re.search(r" ([a-z][\w\-]*)\(", rest[end:])
     return (rest[: end + opcode.start()], opcode.group(1)) if opcode else (rest, "")
+
+
+def _balanced(text: str) -> str:
+    """The beginning of `text` up to where its first parenthesis closes."""
+    depth = 0
+    for end, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return text[: end + 1]
+    return text
+
+
+def _elements(shape: str) -> list[str]:
+    """The elements of a tuple shape, `(f32[8]{0}, (f32[2], s32[]))`."""
+    depth, elements = 0, [""]
+    for character in shape.strip()[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            elements.append("")
+        else:
+            elements[-1] += character
+    return elements
 
 
 def _bytes(dtype: str, dims: str) -> int:
@@ -172,30 +198,33 @@ def _bytes(dtype: str, dims: str) -> int:
     return math.prod(int(d) for d in dims.split(",") if d) * bits // 8
 
 
-def _replica_groups(line: str) -> np.ndarray | None:
-    """Device indices, one row per group; None where the program does not say."""
+def _groups(line: str, devices: int) -> np.ndarray:
+    """Device indices that exchange data, one row per group; all in one group where the program names none."""
     match = _GROUPS.search(line)
     text = match.group(1) if match else "{}"
     if text.startswith("{{"):
         return np.array([[int(i) for i in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", text)])
     if text.startswith("mesh"):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
-        crossed = re.findall(r"'([^']+)'", text[text.index("]") :])
-        kept = [name for name in sizes if name not in crossed]
-        order = [list(sizes).index(name) for name in (*kept, *crossed)]
-        ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())).transpose(order)
-        return ids.reshape(-1, math.prod(sizes[name] for name in crossed))
+        return _mesh_groups(text)
     if text.startswith("["):
         numbers = [[int(i) for i in part.split(",")] for part in re.findall(r"[\[(]([\d,]+)[\])]", text)]
         ids = np.arange(math.prod(numbers[1])).reshape(numbers[1])
         return (ids.transpose(numbers[2]) if len(numbers) > 2 else ids).reshape(numbers[0])
-    return None
+    return np.arange(devices)[None]
 
 
-def _axes(groups: np.ndarray | None, mesh: jax.sharding.Mesh | None) -> tuple[str, ...]:
+def _mesh_groups(text: str) -> np.ndarray:
+    """Groups written as `mesh['a'=4,'b'=2] {'a'}`: one per coordinate of the axes that are not crossed."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
+    crossed = re.findall(r"'([^']+)'", text[text.index("]") :])
+    kept = [name for name in sizes if name not in crossed]
+    order = [list(sizes).index(name) for name in (*kept, *crossed)]
+    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())).transpose(order)
+    return ids.reshape(-1, math.prod(sizes[name] for name in crossed))
+
+
+def _axes(groups: np.ndarray, mesh: jax.sharding.Mesh | None) -> tuple[str, ...]:
     if mesh is None:
         return ()
-    if groups is None:
-        return tuple(mesh.axis_names)
-    coordinates = np.stack(np.unravel_index(groups[0], mesh.devices.shape), axis=-1)
-    return tuple(name for i, name in enumerate(mesh.axis_names) if len(set(coordinates[:, i])) > 1)
+    coordinates = np.unravel_index(groups, mesh.devices.shape)
+    return tuple(name for name, at in zip(mesh.axis_names, coordinates, strict=True) if np.any(at != at[:, :1]))
