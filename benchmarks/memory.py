@@ -72,7 +72,9 @@ def main():
     """Print the table."""
     plain = compile_plain()
     print(f"jax {jax.__version__}, {jax.default_backend()} compiler, {model.LAYERS} scanned layers with remat, AdamW")
-    print(f"gradient tree {gradient_bytes() / 2**20:.1f} MiB, plain step {temp_bytes(plain) / gradient_bytes():.3f} trees of temp")
+    print(
+        f"gradient tree {gradient_bytes() / 2**20:.1f} MiB, plain step {temp_bytes(plain) / gradient_bytes():.3f} trees of temp"
+    )
     print(f"{'step':<12}{'A':>4}{'extra gradient trees':>24}")
     for fold in ("carry", "in_place"):
         if fold == "in_place" and jax.__version_info__ < (0, 11):

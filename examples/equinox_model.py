@@ -1,6 +1,6 @@
 """Equinox: partition the arrays out, combine them inside the loss.
 
-    python examples/equinox_model.py
+python examples/equinox_model.py
 """
 
 import equinox as eqx
@@ -29,7 +29,7 @@ def main():
     state = step.init(params)
     first = step.evaluate(state, window).loss.value
     for _ in range(100):
-        state, info = step.update(state, window)
+        state, _ = step.update(state, window)
     last = step.evaluate(state, window).loss.value
     print(f"loss {first:.3f} -> {last:.3f}")
     return float(first), float(last)

@@ -1,6 +1,6 @@
 """Flax Linen: the parameters are a dict, the key of the microbatch drives dropout.
 
-    python examples/linen.py
+python examples/linen.py
 """
 
 import flax.linen as nn
@@ -44,7 +44,7 @@ def main():
     state = step.init(params, key=jax.random.key(1))
     first = step.evaluate(state, window).loss.value
     for _ in range(60):
-        state, info = step.update(state, window)
+        state, _ = step.update(state, window)
     last = step.evaluate(state, window)
     print(f"loss {first:.3f} -> {last.loss.value:.3f}, accuracy {last.metrics['accuracy'].value:.2f}")
     return float(first), float(last.loss.value)

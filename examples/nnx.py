@@ -1,6 +1,6 @@
 """Flax NNX: split the module outside, rebuild it inside the differentiated function.
 
-    python examples/nnx.py
+python examples/nnx.py
 """
 
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def main():
     state = step.init(params)
     first = step.evaluate(state, window).loss.value
     for _ in range(100):
-        state, info = step.update(state, window)
+        state, _ = step.update(state, window)
     nnx.update(model, state.params)
     last = jnp.mean((model(x) - np.sin(x.sum(1))) ** 2)
     print(f"loss {first:.3f} -> {last:.3f}")

@@ -1,6 +1,6 @@
 """Dict parameters, your own loop: replace `jax.value_and_grad` by `jaxacc.accumulate` and keep the rest.
 
-    python examples/plain_loop.py
+python examples/plain_loop.py
 """
 
 import jax

@@ -328,9 +328,7 @@ def test_weights_may_depend_on_the_parameters():
         return jaxacc.Mean(gate * (microbatch["x"] @ params) ** 2, gate)
 
     batch = {"x": jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)}
-    outs = [
-        jaxacc.accumulate(loss_fn)(jnp.ones(3), jaxacc.split_batch(batch, accumulation_steps=steps)) for steps in SPLITS
-    ]
+    outs = [jaxacc.accumulate(loss_fn)(jnp.ones(3), jaxacc.split_batch(batch, accumulation_steps=steps)) for steps in SPLITS]
     for out in outs[1:]:
         np.testing.assert_allclose(out.loss, outs[0].loss, rtol=1e-5)
         np.testing.assert_allclose(out.grads, outs[0].grads, rtol=1e-4)

@@ -133,6 +133,7 @@ def test_a_nonfinite_microbatch_skips_the_window(fold, poison):
 
     (Cases 122, 127, 129, 130, 132, 134.)
     """
+
     def loss_fn(params, microbatch, key):
         loss = lm_loss(params, microbatch, key)
         return jaxacc.Mean(loss.total + jnp.sum(params["embed"]) * jnp.sum(microbatch["poison"]), loss.weight)
