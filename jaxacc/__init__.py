@@ -4,6 +4,7 @@ from jaxacc import losses as losses
 from jaxacc._accumulate import Accumulated as Accumulated
 from jaxacc._accumulate import Evaluation as Evaluation
 from jaxacc._accumulate import accumulate as accumulate
+from jaxacc._distributed import distributed_initialize as distributed_initialize
 from jaxacc._inspect import Collective as Collective
 from jaxacc._inspect import check_reduction as check_reduction
 from jaxacc._inspect import inspect_collectives as inspect_collectives
