@@ -56,11 +56,10 @@ class Layout:
 
     def unsharded(self, params: PyTree) -> tuple[str, ...]:
         """Leaves that `shard_optimizer` leaves whole, for want of a free dimension that `replicas` divides."""
-        specs = zip(jax.tree.leaves_with_path(params), self.params_specs, strict=True)
         return tuple(
             jax.tree_util.keystr(path)
-            for (path, leaf), spec in specs
-            if is_inexact(leaf) and self._scattered_dimension(leaf.shape, spec) is None
+            for path, leaf, spec in self._trainable(params)
+            if self._scattered_dimension(leaf.shape, spec) is None
         )
 
     def _named(self, spec: P) -> NamedSharding:
@@ -68,7 +67,7 @@ class Layout:
 
     def _scattered_dimension(self, shape: tuple[int, ...], spec: P) -> int | None:
         """The largest dimension that the replicas divide and nothing shards yet."""
-        if not self.shard_optimizer:
+        if not self.shard_optimizer or self.replicas == 1:
             return None
         taken = {d for d, entry in enumerate(spec) if entry is not None}
         free = [d for d, size in enumerate(shape) if size % self.replicas == 0 and d not in taken]
@@ -80,7 +79,8 @@ class Layout:
         if dimension is None:
             return spec
         entries = [*spec, *[None] * (dimension + 1 - len(spec))]
-        entries[dimension] = self.data_axes if len(self.data_axes) > 1 else self.data_axes[0]
+        first, *more = self.data_axes
+        entries[dimension] = self.data_axes if more else first
         return P(*entries)
 
     def _trainable(self, params: PyTree) -> list[tuple[Any, Any, P]]:
@@ -120,7 +120,7 @@ def layout_of(params: PyTree, mesh: Mesh, data_axes: tuple[str, ...], params_spe
             lambda spec, part: jax.tree.map(lambda _: spec or P(), part), params_specs, params, is_leaf=is_spec
         )
         specs = jax.tree.leaves(spread)
-    layout = Layout(mesh, data_axes, tuple(map(_shortened, specs)), shard_optimizer)
+    layout = Layout(mesh, data_axes, tuple(_normalized(spec, mesh) for spec in specs), shard_optimizer)
     if shard_optimizer and layout.shards_params:
         raise ValueError(
             f"shard_optimizer=True, but parameters are sharded over {data_axes} already, and the optimizer state with "
@@ -138,9 +138,15 @@ def _spec_found(leaf: Any, mesh: Mesh) -> P:
     return P()
 
 
-def _shortened(spec: P) -> P:
-    """Without None at the end, as the compiler writes it: another spelling would be traced again."""
-    entries = list(spec)
+def _normalized(spec: P, mesh: Mesh) -> P:
+    """Without axes of size 1 and None at the end, as the compiler writes it: another spelling would be traced again."""
+
+    def entry_of(entry: Any) -> Any:
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(axis for axis in axes if axis is not None and mesh.shape.get(axis) != 1)
+        return kept if len(kept) > 1 else kept[0] if kept else None
+
+    entries = [entry_of(entry) for entry in spec]
     while entries and entries[-1] is None:
         entries.pop()
     return P(*entries)
@@ -165,9 +171,14 @@ def build_on(layout: Layout | None, build: Callable[..., Any], params: PyTree, k
     """`build(params, key)`, every leaf of the state made where it belongs."""
     if layout is None:
         return build(params, key)
-    shardings = layout.shardings(jax.eval_shape(build, params, key))
+
+    def build_here(params: PyTree, key: Any) -> Any:
+        with on_mesh(layout):
+            return build(params, key)
+
+    shardings = layout.shardings(jax.eval_shape(build_here, params, key))
     params, key = jax.device_put((params, key), (shardings.params, shardings.key))
-    return jax.jit(build, out_shardings=shardings)(params, key)
+    return jax.jit(build_here, out_shardings=shardings)(params, key)
 
 
 def constrain_state(layout: Layout | None, state: Any) -> Any:
