@@ -122,8 +122,12 @@ def window_sums(
     axes: tuple[str, ...],
     fold: FoldName,
     accumulator_dtype: Any,
+    reduce: Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]] | None = None,
 ) -> tuple[Mean, PyTree, PyTree]:
-    """Weigh, fold, reduce: the undivided loss and metrics, and the divided gradient, over all replicas of `axes`."""
+    """Weigh, fold, reduce: the undivided loss and metrics, and the divided gradient, over all replicas of `axes`.
+
+    `reduce` sums the total and the gradients over the replicas; None is one psum.
+    """
     steps, _ = check_window(window)
     params, window = vary((params, window), axes)
     trainable, frozen = partition(params)
@@ -155,22 +159,25 @@ def window_sums(
             start=start_of(structure), accumulators=accumulators, in_place=in_place,
         )  # fmt: skip
     loss, metrics = sums
-    total, grads, metrics = _reduce(loss.total, grads, metrics, axes)
+    total, grads = (reduce or _psum_over(axes))(loss.total, grads)
     if narrow:
         grads = jax.tree.map(lambda grad: grad * _reciprocal(weight, grad.dtype), grads)
-    return Mean(total, weight), metrics, grads
+    return Mean(total, weight), reduce_over(axes, metrics), grads
 
 
-def evaluate_window(loss_fn: LossFn, params: PyTree, window: PyTree, *, has_aux: bool) -> Evaluation:
-    """Undivided loss and metrics of a window, without gradients, `loss_fn` called with `key=None`."""
+def evaluate_window(
+    loss_fn: LossFn, params: PyTree, window: PyTree, *, has_aux: bool, axes: tuple[str, ...] = ()
+) -> Evaluation:
+    """Undivided loss and metrics of a window, over all replicas of `axes`, `loss_fn` called with `key=None`."""
     check_window(window)
+    params, window = vary((params, window), axes)
 
     def value_of(params: PyTree, microbatch: PyTree, key: Any) -> Sums:
-        return sums_of(loss_fn, has_aux, (), params, microbatch, key)
+        return sums_of(loss_fn, has_aux, axes, params, microbatch, key)
 
     first = jax.tree.map(lambda leaf: leaf[0], window)
     structure = jax.eval_shape(value_of, params, first, None)
-    return Evaluation(*fold_values(value_of, params, window, structure))
+    return Evaluation(*reduce_over(axes, fold_values(value_of, params, window, structure)))
 
 
 def _pull_inhabited(sums: Sums, pull: Any, seed: jax.Array, start: Sums, accumulators: PyTree) -> tuple[Sums, PyTree]:
@@ -183,10 +190,8 @@ def _pull_inhabited(sums: Sums, pull: Any, seed: jax.Array, start: Sums, accumul
     return jax.lax.cond(sums[0].weight != 0, backward, lambda: (start, accumulators))
 
 
-def _reduce(total: Any, grads: PyTree, metrics: PyTree, axes: tuple[str, ...]) -> tuple[Any, PyTree, PyTree]:
-    if axes:
-        total, grads = jax.lax.psum((total, grads), axes)
-    return total, grads, reduce_over(axes, metrics)
+def _psum_over(axes: tuple[str, ...]) -> Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]]:
+    return lambda total, grads: jax.lax.psum((total, grads), axes) if axes else (total, grads)
 
 
 def _sum_weights(weights: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -98,12 +98,12 @@ def reduce_over(axes: tuple[str, ...], tree: PyTree) -> PyTree:
 
 
 def identity(tree: PyTree) -> PyTree:
-    """The tree that changes nothing when merged with `tree`: zeros, and the least value of the dtype for `Max`."""
+    """What changes nothing when merged with `tree`, arrays or shapes: zeros, and the least of the dtype for `Max`."""
 
     def identity_node(node: Any) -> Any:
         if isinstance(node, Max):
             least = -jnp.inf if jnp.issubdtype(node.value.dtype, jnp.inexact) else jnp.iinfo(node.value.dtype).min
-            return Max(jnp.full_like(node.value, least))
-        return jax.tree.map(jnp.zeros_like, node)
+            return Max(jnp.full(node.value.shape, least, node.value.dtype))
+        return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), node)
 
     return jax.tree.map(identity_node, tree, is_leaf=is_reduction)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxacc._tree import PyTree
 
 ROW_MASK = "row_mask"
+ROW_IDS = "row_ids"
 
 
 class Split(NamedTuple):
@@ -113,28 +114,32 @@ def split_batch(
     Args:
       batch: a tree of arrays that agree on their leading dimension, the rows.
       accumulation_steps: `A`, or
-      microbatch: `m`. State exactly one of the two.
+      microbatch: the rows of one microbatch, `m` (on a mesh those of all replicas, `m·D`). State exactly one of the
+        two; with `pad=True` both may be stated, and the batch is filled up to exactly `A·m` rows.
       pad: fill up a batch (a dict) that does not divide. The filling repeats the last row and the leaf `row_mask`
         (bool, `(A, m)`) is False there; an existing `row_mask` is extended. It costs no weight if the loss
-        weighs its rows: see `Mean`.
+        weighs its rows: see `Mean`. A process without rows of its own gives any row with a False `row_mask`.
 
     Returns:
       The window.
 
     Raises:
-      ValueError: leaves that disagree on their rows, no rows, a batch that does not divide, or padding a batch that
-        is not a dict.
+      ValueError: leaves that disagree on their rows, no rows, a batch that does not divide or has more rows than
+        stated, or padding a batch that is not a dict.
 
     >>> import jax.numpy as jnp, jaxacc
     >>> jaxacc.split_batch(jnp.arange(6), accumulation_steps=3).tolist()
     [[0, 3], [1, 4], [2, 5]]
     """
     rows = _rows_of(batch)
-    if (accumulation_steps is None) == (microbatch is None):
-        raise ValueError("state exactly one of accumulation_steps and microbatch; the rows of the batch give the other.")
+    both = accumulation_steps is not None and microbatch is not None
+    if (accumulation_steps is None and microbatch is None) or (both and not pad):
+        raise ValueError(
+            "state exactly one of accumulation_steps and microbatch; the rows of the batch give the other. With pad=True "
+            "both may be stated, to fill the batch up."
+        )
     if pad:
-        unit = accumulation_steps or microbatch or 0
-        padded = -(-rows // unit) * unit if unit > 0 else rows
+        padded = _padded_rows(rows, accumulation_steps, microbatch)
         batch, rows = _pad(batch, rows, padded), padded
     split = solve_split(effective_batch=rows, microbatch=microbatch, accumulation_steps=accumulation_steps)
 
@@ -153,6 +158,19 @@ def _rows_of(batch: PyTree) -> int:
     if rows == {0}:
         raise ValueError(f"the batch has no rows: shapes {shapes}.")
     return rows.pop() or 0
+
+
+def _padded_rows(rows: int, accumulation_steps: int | None, microbatch: int | None) -> int:
+    if accumulation_steps is not None and microbatch is not None:
+        stated = solve_split(accumulation_steps=accumulation_steps, microbatch=microbatch).effective_batch
+        if rows > stated:
+            raise ValueError(
+                f"the batch has {rows} rows, more than accumulation_steps {accumulation_steps} x microbatch {microbatch} = "
+                f"{stated}. Use more accumulation steps, or split the batch over several windows."
+            )
+        return stated
+    unit = accumulation_steps or microbatch or 0
+    return -(-rows // unit) * unit if unit > 0 else rows
 
 
 def _pad(batch: PyTree, rows: int, padded: int) -> PyTree:

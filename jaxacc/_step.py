@@ -10,13 +10,26 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxacc._accumulate import Evaluation, evaluate_window, window_sums
+from jaxacc._accumulate import Evaluation
 from jaxacc._contract import LossFn
 from jaxacc._fold import FoldName
 from jaxacc._keys import window_key
 from jaxacc._ledger import Ledger, new_ledger
 from jaxacc._mean import Mean, Sum
-from jaxacc._split import check_window, row_mask_of
+from jaxacc._mesh import (
+    Layout,
+    auto_mesh,
+    build_on,
+    constrain_state,
+    constrain_update,
+    constrain_window,
+    evaluate_on,
+    gather_rows,
+    layout_of,
+    on_mesh,
+    sums_on,
+)
+from jaxacc._split import ROW_IDS, check_window, row_mask_of
 from jaxacc._tree import PyTree, all_finite, cast_like, copy, merge, partition
 
 
@@ -36,12 +49,14 @@ class TrainState(NamedTuple):
       opt_state: the Optax state of the floating leaves of `params`.
       key: the random key that window keys are folded from, or None.
       ledger: exact counts of what was consumed and applied.
+      layout: how the arrays lie on a mesh (static, no array), or None on one device.
     """
 
     params: PyTree
     opt_state: PyTree
     key: Any
     ledger: Ledger
+    layout: Layout | None = None
 
 
 class StepInfo(NamedTuple):
@@ -52,9 +67,10 @@ class StepInfo(NamedTuple):
       weight: the weight evaluated.
       grad_norm: global norm of the gradient, before any clipping.
       outcome: an `Outcome` as int32.
-      examples: real rows in the window.
+      examples: real rows in the window, of all replicas.
       tokens: the integer weight of the loss, or the metric `Sum` named "tokens"; 0 where there is neither.
       metrics: the metrics of `loss_fn`, merged over the window and not divided: read `.value`.
+      duplicate_rows: with `check_row_ids`, real rows whose id occurred before in the window, on any replica; else None.
     """
 
     loss: jax.Array
@@ -64,6 +80,7 @@ class StepInfo(NamedTuple):
     examples: jax.Array
     tokens: jax.Array
     metrics: PyTree
+    duplicate_rows: jax.Array | None = None
 
 
 class Step(NamedTuple):
@@ -87,6 +104,12 @@ def make_step(
     has_aux: bool = False,
     fold: FoldName = "auto",
     accumulator_dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    data_axes: tuple[str, ...] | None = None,
+    params_specs: PyTree = None,
+    shard_optimizer: bool = False,
+    reduction_dtype: Any = None,
+    check_row_ids: bool = False,
 ) -> Step:
     r"""A training step whose update equals that of the one big batch, for any split of it.
 
@@ -94,6 +117,18 @@ def make_step(
     decay and averages see the whole window, once. If its loss or gradient is not finite, or its weight is 0, nothing in
     params and opt_state moves, bit for bit; `info.outcome` and `state.ledger` say so, and schedules, which count
     applied updates, do not advance.
+
+    On a mesh the replicas, `D` = the product of the sizes of `data_axes`, each take `m` of the `m·D` rows of every
+    microbatch index. The gradient is that of all their rows over all their weight; it is reduced once, after the last
+    microbatch, whatever `A`. Three layouts follow from where the parameters lie:
+
+    * *replicated* over the data axes: one all-reduce per window. Other axes may shard them (tensor parallelism).
+    * with `shard_optimizer`: every gradient leaf is reduce-scattered along its largest dimension that `D` divides, each
+      replica updates its shard with its shard of the optimizer state, and the parameters are gathered. Leaves without
+      such a dimension stay whole: `state.layout.unsharded(state.params)` lists them. Leaves that other axes shard are
+      all-reduced and then cut.
+    * *sharded* over a data axis (FSDP): gathered and reduce-scattered by the compiler for every microbatch. There the
+      loss sees all `m·D` rows at once, so that random keys differ from those of the other layouts.
 
     Args:
       loss_fn: as for `accumulate`.
@@ -103,13 +138,21 @@ def make_step(
       has_aux: as for `accumulate`.
       fold: as for `accumulate`.
       accumulator_dtype: as for `accumulate`.
+      mesh: the devices to run on; its axes may be `Auto` or `Explicit`. None is one device.
+      data_axes: the axes of `mesh` that split rows; None is `("data",)`. The others are the model's.
+      params_specs: a tree prefix of `PartitionSpec`s for the parameters; None is as `init` finds them placed, replicated
+        where that is not on `mesh`.
+      shard_optimizer: keep `1 / D` of the optimizer state on each replica.
+      reduction_dtype: dtype in which gradients cross the data axes; None is that of the sums.
+      check_row_ids: count `info.duplicate_rows` from the integer leaf `row_ids`, `(A, m·D)`, of a dict window.
 
     Returns:
       `Step(init, update, evaluate)`. The leading axis of the window is `A`: windows of one shape compile once, and
       `jax.lax.scan(step.update, state, windows)` runs several. The arrays of a `state` given to `update` are gone.
 
     Raises:
-      ValueError: from `init` for a `tx` that cannot work, from the first call for what breaks the contract.
+      ValueError: for axes that the mesh does not have; from `init` for a `tx` that cannot work; from the first call
+        for what breaks the contract, and for rows that the replicas do not divide.
 
     >>> import jax, jax.numpy as jnp, jaxacc, optax
     >>> def loss_fn(params, microbatch, key):
@@ -125,35 +168,70 @@ def make_step(
     [-0.04, 0.046]
     """
     transform = optax.with_extra_args_support(tx)
+    mesh, axes = _check_mesh(mesh, data_axes, params_specs, shard_optimizer, reduction_dtype)
 
     def init(params: PyTree, *, key: Any = None) -> TrainState:
-        trainable, _ = partition(params)
-        opt_state = transform.init(trainable)
-        _check_transform(transform, opt_state, trainable)
-        return copy(TrainState(params, opt_state, key, new_ledger()))
+        layout = layout_of(params, mesh, axes, params_specs, shard_optimizer) if mesh is not None else None
+
+        def build(params: PyTree, key: Any) -> TrainState:
+            trainable, _ = partition(params)
+            opt_state = transform.init(trainable)
+            _check_transform(transform, opt_state, trainable)
+            return copy(TrainState(params, opt_state, key, new_ledger(), layout))
+
+        return build_on(layout, build, params, key)
 
     def update(state: TrainState, window: PyTree) -> tuple[TrainState, StepInfo]:
-        loss, metrics, grads = window_sums(
-            loss_fn, state.params, window, window_key(state.key, state.ledger.attempted),
-            has_aux=has_aux, axes=(), fold=fold, accumulator_dtype=accumulator_dtype,
-        )  # fmt: skip
-        outcome = _outcome(loss, grads)
-        params, opt_state = _gated_update(transform, outcome == Outcome.APPLIED, state, grads, loss.value)
-        examples, real_microbatches = _count_rows(window)
-        tokens = _count_tokens(loss, metrics)
-        ledger = state.ledger.record(
-            microbatches=real_microbatches, applied=outcome == Outcome.APPLIED, examples=examples, tokens=tokens
-        )
-        info = StepInfo(
-            loss=loss.value, weight=jnp.asarray(loss.weight), grad_norm=optax.tree.norm(grads), outcome=outcome,
-            examples=examples, tokens=tokens, metrics=metrics,
-        )  # fmt: skip
-        return TrainState(params, opt_state, state.key, ledger), info
+        layout = _check_layout(state.layout, mesh)
+        with on_mesh(layout):
+            state, window = constrain_state(layout, state), constrain_window(layout, window)
+            loss, metrics, grads = sums_on(
+                layout, loss_fn, state.params, window, window_key(state.key, state.ledger.attempted), has_aux=has_aux,
+                fold=fold, accumulator_dtype=accumulator_dtype, reduction_dtype=reduction_dtype,
+            )  # fmt: skip
+            outcome = _outcome(loss, grads)
+            params, opt_state = _gated_update(transform, outcome == Outcome.APPLIED, state, grads, loss.value)
+            examples, real_microbatches = _count_rows(window, layout.replicas if layout is not None else 1)
+            tokens = _count_tokens(loss, metrics)
+            ledger = state.ledger.record(
+                microbatches=real_microbatches, applied=outcome == Outcome.APPLIED, examples=examples, tokens=tokens
+            )
+            info = StepInfo(
+                loss=loss.value, weight=jnp.asarray(loss.weight), grad_norm=optax.tree.norm(grads), outcome=outcome,
+                examples=examples, tokens=tokens, metrics=metrics,
+                duplicate_rows=_count_duplicates(layout, window) if check_row_ids else None,
+            )  # fmt: skip
+            return constrain_state(layout, TrainState(params, opt_state, state.key, ledger, layout)), info
 
     def evaluate(state: TrainState, window: PyTree) -> Evaluation:
-        return evaluate_window(loss_fn, state.params, window, has_aux=has_aux)
+        layout = _check_layout(state.layout, mesh)
+        with on_mesh(layout):
+            state, window = constrain_state(layout, state), constrain_window(layout, window)
+            return evaluate_on(layout, loss_fn, state.params, window, has_aux=has_aux)
 
     return Step(init, jax.jit(update, donate_argnums=0), jax.jit(evaluate))
+
+
+def _check_mesh(mesh: Any, data_axes: Any, *only_on_a_mesh: Any) -> tuple[jax.sharding.Mesh | None, tuple[str, ...]]:
+    if mesh is None:
+        if data_axes is not None or any(only_on_a_mesh):
+            raise ValueError(
+                "data_axes, params_specs, shard_optimizer and reduction_dtype say how to use a mesh, and mesh is None. "
+                "Pass mesh=jax.make_mesh(...), or leave them out."
+            )
+        return None, ()
+    axes = (data_axes,) if isinstance(data_axes, str) else tuple(data_axes if data_axes is not None else ("data",))
+    return auto_mesh(mesh, axes), axes
+
+
+def _check_layout(layout: Layout | None, mesh: jax.sharding.Mesh | None) -> Layout | None:
+    if (layout.mesh if layout is not None else None) != mesh:
+        raise ValueError(
+            f"the state lies on {layout.mesh if layout is not None else 'one device'}, the step was made for "
+            f"{mesh if mesh is not None else 'one device'}. Make the state with step.init of this step, or carry its "
+            "layout over: state._replace(layout=step.init(params).layout)."
+        )
+    return layout
 
 
 def _outcome(loss: Mean, grads: PyTree) -> jax.Array:
@@ -168,6 +246,7 @@ def _gated_update(
 ) -> tuple[PyTree, PyTree]:
     """One `tx.update` where `apply`, else the old leaves untouched; a branch, because a select would copy them all."""
     trainable, frozen = partition(state.params)
+    trainable = constrain_update(state.layout, state.params, trainable)
 
     def moved() -> tuple[PyTree, PyTree]:
         updates, opt_state = transform.update(grads, state.opt_state, trainable, value=value, grad=grads)
@@ -177,13 +256,26 @@ def _gated_update(
     return merge(trainable, frozen), opt_state
 
 
-def _count_rows(window: PyTree) -> tuple[jax.Array, jax.Array]:
-    """Real rows, and microbatches that have at least one."""
+def _count_rows(window: PyTree, replicas: int) -> tuple[jax.Array, jax.Array]:
+    """Real rows, and microbatches (of each replica) that have at least one."""
     steps, rows = check_window(window)
     mask = row_mask_of(window)
     if mask is None:
-        return jnp.int32(steps * rows), jnp.int32(steps)
-    return jnp.sum(mask, dtype=jnp.int32), jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32)
+        return jnp.int32(steps * rows), jnp.int32(steps * replicas)
+    inhabited = jnp.any(mask.reshape(steps, replicas, rows // replicas), axis=2)
+    return jnp.sum(mask, dtype=jnp.int32), jnp.sum(inhabited, dtype=jnp.int32)
+
+
+def _count_duplicates(layout: Layout | None, window: PyTree) -> jax.Array:
+    """Real rows whose id occurred before in the window: neighbours that are equal once the ids are sorted."""
+    ids = window.get(ROW_IDS) if isinstance(window, dict) else None
+    if ids is None or not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim != 2:
+        given = "none" if ids is None else f"{ids.dtype} {ids.shape}"
+        raise ValueError(f"check_row_ids=True needs the leaf {ROW_IDS!r}, integers (A, rows), in a dict window; got {given}.")
+    mask = row_mask_of(window)
+    real = jnp.ones(ids.shape, bool) if mask is None else mask
+    padding, ids = jax.lax.sort([gather_rows(layout, ~real).ravel(), gather_rows(layout, ids).ravel()], num_keys=2)
+    return jnp.sum((ids[1:] == ids[:-1]) & ~padding[1:], dtype=jnp.int32)
 
 
 def _count_tokens(loss: Mean, metrics: PyTree) -> jax.Array:

@@ -9,8 +9,8 @@ import jaxacc
 
 PACKAGE = Path(jaxacc.__file__).parent
 ORDER = [
-    "_tree", "_mean", "_ledger", "_keys", "_split", "_contract", "_fold", "_accumulate", "_step",
-    "losses", "experiment", "__init__", "__main__",
+    "_tree", "_mean", "_ledger", "_keys", "_split", "_contract", "_fold", "_accumulate", "_mesh",
+    "_step", "_inspect", "_distributed", "losses", "experiment", "__init__", "__main__",
 ]  # fmt: skip
 
 

@@ -1,0 +1,331 @@
+"""Arrange a window on a mesh: parameters replicated, with the optimizer sharded, or sharded over the data axes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxacc._accumulate import Evaluation, evaluate_window, window_sums
+from jaxacc._contract import LossFn
+from jaxacc._mean import Mean
+from jaxacc._split import check_window
+from jaxacc._tree import PyTree, is_inexact
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a training state lies on a mesh: the part of a `TrainState` that is no array.
+
+    Attributes:
+      mesh: the mesh, all its axes `Auto`.
+      data_axes: the axes that split rows.
+      params_specs: one `PartitionSpec` per leaf of the parameters, in the order of `jax.tree.leaves`.
+      shard_optimizer: whether optimizer state and update are sharded over the data axes where params are not.
+    """
+
+    mesh: Mesh
+    data_axes: tuple[str, ...]
+    params_specs: tuple[P, ...]
+    shard_optimizer: bool
+
+    @property
+    def replicas(self) -> int:
+        """`D`, the product of the sizes of the data axes."""
+        return math.prod(self.mesh.shape[axis] for axis in self.data_axes)
+
+    @property
+    def shards_params(self) -> bool:
+        """Whether a parameter is sharded over a data axis (FSDP)."""
+        return any(_axes_of(spec) & set(self.data_axes) for spec in self.params_specs)
+
+    def shardings(self, state: Any) -> Any:
+        """The `NamedSharding` of every leaf of a `TrainState`, of arrays or of shapes (to compile without devices)."""
+        replicated = self._named(P())
+        everywhere = jax.tree.map(lambda _: replicated, state)
+        params = jax.tree.unflatten(jax.tree.structure(state.params), map(self._named, self.params_specs))
+        return everywhere._replace(params=params, opt_state=self._opt_shardings(state.params, state.opt_state))
+
+    def unsharded(self, params: PyTree) -> tuple[str, ...]:
+        """Leaves that `shard_optimizer` leaves whole, for want of a free dimension that `replicas` divides."""
+        return tuple(
+            jax.tree_util.keystr(path)
+            for path, leaf, spec in self._trainable(params)
+            if self._scattered_dimension(leaf.shape, spec) is None
+        )
+
+    def _named(self, spec: P) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
+
+    def _scattered_dimension(self, shape: tuple[int, ...], spec: P) -> int | None:
+        """The largest dimension that the replicas divide and nothing shards yet."""
+        if not self.shard_optimizer or self.replicas == 1:
+            return None
+        taken = {d for d, entry in enumerate(spec) if entry is not None}
+        free = [d for d, size in enumerate(shape) if size % self.replicas == 0 and d not in taken]
+        return max(free, key=lambda d: shape[d], default=None)
+
+    def _update_spec(self, shape: tuple[int, ...], spec: P) -> P:
+        """Where a leaf lies while it is updated: like the parameter, but scattered where the optimizer is sharded."""
+        dimension = self._scattered_dimension(shape, spec)
+        if dimension is None:
+            return spec
+        entries = [*spec, *[None] * (dimension + 1 - len(spec))]
+        first, *more = self.data_axes
+        entries[dimension] = self.data_axes if more else first
+        return P(*entries)
+
+    def _trainable(self, params: PyTree) -> list[tuple[Any, Any, P]]:
+        """Path, leaf and spec of every leaf that is trained."""
+        specs = zip(jax.tree.leaves_with_path(params), self.params_specs, strict=True)
+        return [(path, leaf, spec) for (path, leaf), spec in specs if is_inexact(leaf)]
+
+    def _opt_shardings(self, params: PyTree, opt_state: PyTree) -> PyTree:
+        """A leaf that mirrors a parameter, by the end of its path and its shape, lies as that is updated."""
+        mirrored = {tuple(path): (leaf.shape, spec) for path, leaf, spec in self._trainable(params)}
+
+        def sharding(path: Any, leaf: Any) -> NamedSharding:
+            ends = [mirrored.get(tuple(path[start:])) for start in range(len(path) + 1)]
+            spec = next((end[1] for end in ends if end is not None and end[0] == np.shape(leaf)), P())
+            return self._named(self._update_spec(np.shape(leaf), spec))
+
+        return jax.tree_util.tree_map_with_path(sharding, opt_state)
+
+
+def auto_mesh(mesh: Mesh, data_axes: tuple[str, ...]) -> Mesh:
+    """The same devices with every axis `Auto`, whatever the types of the axes were."""
+    unknown = [axis for axis in data_axes if axis not in mesh.axis_names]
+    if unknown or not data_axes:
+        raise ValueError(
+            f"data_axes={data_axes} must name axes of the mesh, which has {mesh.axis_names}. Pass those that split rows."
+        )
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def layout_of(params: PyTree, mesh: Mesh, data_axes: tuple[str, ...], params_specs: PyTree, shard_optimizer: bool) -> Layout:
+    """The layout of parameters that are placed already, or that `params_specs` (a tree prefix) says where to place."""
+    if params_specs is None:
+        specs = [_spec_found(leaf, mesh) for leaf in jax.tree.leaves(params)]
+    else:
+        is_spec = lambda node: isinstance(node, P) or node is None
+        spread = jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: spec or P(), part), params_specs, params, is_leaf=is_spec
+        )
+        specs = jax.tree.leaves(spread)
+    layout = Layout(mesh, data_axes, tuple(_normalized(spec, mesh) for spec in specs), shard_optimizer)
+    if shard_optimizer and layout.shards_params:
+        raise ValueError(
+            f"shard_optimizer=True, but parameters are sharded over {data_axes} already, and the optimizer state with "
+            "them. Leave shard_optimizer out, or replicate the parameters over the data axes."
+        )
+    return layout
+
+
+def _spec_found(leaf: Any, mesh: Mesh) -> P:
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        same_axes = sharding.mesh.axis_names == mesh.axis_names
+        if same_axes and np.array_equal(sharding.mesh.devices, mesh.devices):
+            return sharding.spec
+    return P()
+
+
+def _normalized(spec: P, mesh: Mesh) -> P:
+    """Without axes of size 1 and None at the end, as the compiler writes it: another spelling would be traced again."""
+
+    def entry_of(entry: Any) -> Any:
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        kept = tuple(axis for axis in axes if axis is not None and mesh.shape.get(axis) != 1)
+        return kept if len(kept) > 1 else kept[0] if kept else None
+
+    entries = [entry_of(entry) for entry in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)
+
+
+def _axes_of(spec: P) -> set[str]:
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec if entry is not None]
+    return {axis for entry in entries for axis in entry}
+
+
+@contextlib.contextmanager
+def on_mesh(layout: Layout | None) -> Iterator[None]:
+    """Trace on the mesh of the layout, whatever mesh is current (an `Explicit` one would not mix with it)."""
+    if layout is None:
+        yield
+    else:
+        with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
+            yield
+
+
+def build_on(layout: Layout | None, build: Callable[..., Any], params: PyTree, key: Any) -> Any:
+    """`build(params, key)`, every leaf of the state made where it belongs."""
+    if layout is None:
+        return build(params, key)
+
+    def build_here(params: PyTree, key: Any) -> Any:
+        with on_mesh(layout):
+            return build(params, key)
+
+    shardings = layout.shardings(jax.eval_shape(build_here, params, key))
+    params, key = jax.device_put((params, key), (shardings.params, shardings.key))
+    return jax.jit(build_here, out_shardings=shardings)(params, key)
+
+
+def constrain_state(layout: Layout | None, state: Any) -> Any:
+    """Keep every leaf where `init` placed it."""
+    return state if layout is None else jax.lax.with_sharding_constraint(state, layout.shardings(state))
+
+
+def constrain_window(layout: Layout | None, window: PyTree) -> PyTree:
+    """Split the rows of a window over the replicas; `ValueError` where they do not divide."""
+    if layout is None:
+        return window
+    _, rows = check_window(window)
+    replicas = layout.replicas
+    if rows % replicas:
+        below = rows // replicas * replicas
+        near = " or ".join(str(n) for n in (below, below + replicas) if n > 0)
+        raise ValueError(
+            f"the window has {rows} rows per microbatch index, which {replicas} replicas (mesh axes {layout.data_axes}) do "
+            f"not divide. Use {near} rows, or fill up: split_batch(..., accumulation_steps=A, microbatch={below + replicas}, "
+            "pad=True)."
+        )
+    sharding = layout._named(P(None, layout.data_axes))
+    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, sharding), window)
+
+
+def gather_rows(layout: Layout | None, leaf: jax.Array) -> jax.Array:
+    """A (small) leaf of a window, whole on every device."""
+    return leaf if layout is None else jax.lax.with_sharding_constraint(leaf, layout._named(P()))
+
+
+def constrain_update(layout: Layout | None, params: PyTree, tree: PyTree) -> PyTree:
+    """Put a tree like the trainable part of `params`, or its gradient, where the update happens."""
+    if layout is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    shardings = [layout._named(layout._update_spec(leaf.shape, spec)) for _, leaf, spec in layout._trainable(params)]
+    return jax.tree.unflatten(structure, map(jax.lax.with_sharding_constraint, leaves, shardings))
+
+
+def sums_on(
+    layout: Layout | None,
+    loss_fn: LossFn,
+    params: PyTree,
+    window: PyTree,
+    key: Any,
+    *,
+    reduction_dtype: Any,
+    **options: Any,
+) -> tuple[Mean, PyTree, PyTree]:
+    """`window_sums` over all replicas: undivided loss and metrics, and the gradient where the update happens.
+
+    Manual over the data axes, so that nothing is communicated before the one reduction at the end. Parameters that are
+    sharded over a data axis have to be gathered for every microbatch instead, which is left to the compiler.
+    """
+    if layout is None or layout.shards_params:
+        loss, metrics, grads = window_sums(loss_fn, params, window, key, axes=(), **options)
+        return loss, metrics, constrain_update(layout, params, grads)
+    dimensions = _reduced_dimensions(layout, params)
+    structure: Any = None
+
+    def on_replica(params: PyTree, window: PyTree, key: Any) -> tuple[Mean, PyTree, list[jax.Array]]:
+        nonlocal structure
+        reduce = _reduction(layout.data_axes, dimensions, reduction_dtype)
+        loss, metrics, grads = window_sums(loss_fn, params, window, key, axes=layout.data_axes, reduce=reduce, **options)
+        leaves, structure = jax.tree.flatten(grads)
+        return loss, metrics, leaves
+
+    scattered = [P() if d is None else P(*[None] * d, layout.data_axes) for d in dimensions]
+    loss, metrics, leaves = _manual(layout, on_replica, (P(), P(None, layout.data_axes), P()), (P(), P(), scattered))(
+        params, window, key
+    )
+    return loss, metrics, constrain_update(layout, params, jax.tree.unflatten(structure, leaves))
+
+
+def evaluate_on(layout: Layout | None, loss_fn: LossFn, params: PyTree, window: PyTree, *, has_aux: bool) -> Evaluation:
+    """`evaluate_window` over all replicas."""
+    if layout is None or layout.shards_params:
+        return evaluate_window(loss_fn, params, window, has_aux=has_aux)
+
+    def on_replica(params: PyTree, window: PyTree) -> Evaluation:
+        return evaluate_window(loss_fn, params, window, has_aux=has_aux, axes=layout.data_axes)
+
+    return _manual(layout, on_replica, (P(), P(None, layout.data_axes)), P())(params, window)
+
+
+def _manual(layout: Layout, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    axes = set(layout.data_axes)
+    return jax.shard_map(function, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
+
+
+def _reduced_dimensions(layout: Layout, params: PyTree) -> list[int | None]:
+    """The dimension along which the reduction scatters each gradient, None where it keeps it whole.
+
+    A leaf that other axes shard is reduced whole and cut afterwards: a reduce-scatter would gather it over them first.
+    """
+    return [
+        None if _axes_of(spec) else layout._scattered_dimension(leaf.shape, spec) for _, leaf, spec in layout._trainable(params)
+    ]
+
+
+def _reduction(axes: tuple[str, ...], dimensions: list[int | None], dtype: Any) -> Callable[..., Any]:
+    """Sum the loss and every gradient over the replicas: one all-reduce, and one reduce-scatter per scattered leaf."""
+
+    def reduce(total: jax.Array, grads: PyTree) -> tuple[jax.Array, PyTree]:
+        leaves, structure = jax.tree.flatten(grads)
+        sent = [leaf if dtype is None else leaf.astype(dtype) for leaf in leaves]
+        whole = {i: leaf for i, leaf in enumerate(sent) if dimensions[i] is None}
+        total, whole = jax.lax.psum((total, whole), axes)
+        summed = [
+            whole[i] if d is None else jax.lax.psum_scatter(sent[i], axes, scatter_dimension=d, tiled=True)
+            for i, d in enumerate(dimensions)
+        ]
+        return total, jax.tree.unflatten(structure, [s.astype(leaf.dtype) for s, leaf in zip(summed, leaves, strict=True)])
+
+    return reduce
+
+
+def place_window(window: PyTree, mesh: Mesh, data_axes: tuple[str, ...] = ("data",)) -> PyTree:
+    """Place a window on a mesh, every process giving its own rows.
+
+    Process `p` of `N` holds leaves `(A, m·D/N, ...)`; together they are global arrays `(A, m·D, ...)`, of which no row
+    leaves the process that gave it. `A` and `m` must be the same in every process: fill short ones up with
+    `split_batch(..., accumulation_steps=A, microbatch=rows, pad=True)`, whose padding has weight 0.
+
+    Args:
+      window: a tree of arrays `(A, rows, ...)`, with this process's rows.
+      mesh: the mesh of `make_step`.
+      data_axes: the axes that split rows.
+
+    Returns:
+      The window with its second dimension split over `data_axes`.
+
+    Raises:
+      ValueError: an unknown axis, or rows that the replicas of this process do not divide.
+
+    >>> import jax, jaxacc, numpy as np
+    >>> mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    >>> window = jaxacc.split_batch({"x": np.arange(8.0)}, accumulation_steps=4)
+    >>> jaxacc.place_window(window, mesh)["x"].shape
+    (4, 2)
+    """
+    sharding = NamedSharding(auto_mesh(mesh, data_axes), P(None, data_axes))
+    _, rows = check_window(window)
+    local = len({index[1].start for index in sharding.addressable_devices_indices_map((1, mesh.size)).values() if index})
+    if rows % local:
+        raise ValueError(
+            f"this process holds {rows} rows per microbatch index for its {local} replicas, which do not divide them. "
+            f"Fill up: split_batch(..., accumulation_steps=A, microbatch={-(-rows // local) * local}, pad=True)."
+        )
+    return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(sharding, leaf), window)
