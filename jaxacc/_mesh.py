@@ -51,8 +51,12 @@ class Layout:
         """The `NamedSharding` of every leaf of a `TrainState`, of arrays or of shapes (to compile without devices)."""
         replicated = self._named(P())
         everywhere = jax.tree.map(lambda _: replicated, state)
-        params = jax.tree.unflatten(jax.tree.structure(state.params), map(self._named, self.params_specs))
-        return everywhere._replace(params=params, opt_state=self._opt_shardings(state.params, state.opt_state))
+        opt_state = self._opt_shardings(state.params, state.opt_state)
+        return everywhere._replace(params=self.params_shardings(state.params), opt_state=opt_state)
+
+    def params_shardings(self, params: PyTree) -> PyTree:
+        """The `NamedSharding` of every parameter."""
+        return jax.tree.unflatten(jax.tree.structure(params), map(self._named, self.params_specs))
 
     def unsharded(self, params: PyTree) -> tuple[str, ...]:
         """Leaves that `shard_optimizer` leaves whole, for want of a free dimension that `replicas` divides."""
@@ -176,8 +180,9 @@ def build_on(layout: Layout | None, build: Callable[..., Any], params: PyTree, k
         with on_mesh(layout):
             return build(params, key)
 
+    params = jax.device_put(params, layout.params_shardings(params))
+    key = jax.device_put(key, layout._named(P()))
     shardings = layout.shardings(jax.eval_shape(build_here, params, key))
-    params, key = jax.device_put((params, key), (shardings.params, shardings.key))
     return jax.jit(build_here, out_shardings=shardings)(params, key)
 
 

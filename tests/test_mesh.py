@@ -81,13 +81,11 @@ LAYOUTS = {
     "replicated-4": (1, {"mesh": ((4,),)}),
     "replicated-4-explicit": (2, {"mesh": ((4,), ("data",), AxisType.Explicit)}),
     "replicated-8": (2, {"mesh": ((8,),)}),
-    "optimizer-1": (1, {"mesh": ((1,),), "shard_optimizer": True}),
     "optimizer-2": (4, {"mesh": ((2,),), "shard_optimizer": True}),
     "optimizer-8": (2, {"mesh": ((8,),), "shard_optimizer": True}),
     "optimizer-2x2": (2, {"mesh": ((2, 2), ("host", "data")), "data_axes": ("host", "data"), "shard_optimizer": True}),
     "fsdp-2": (4, {"mesh": ((2,),), "params_specs": SHARDED}),
     "fsdp-4-explicit": (1, {"mesh": ((4,), ("data",), AxisType.Explicit), "params_specs": SHARDED}),
-    "fsdp-8": (2, {"mesh": ((8,),), "params_specs": SHARDED}),
     "tensor-2x2": (2, {"mesh": ((2, 2), GRID), "params_specs": TENSOR}),
     "tensor-4x2": (1, {"mesh": ((4, 2), GRID), "params_specs": TENSOR}),
     "tensor-optimizer-4x2": (2, {"mesh": ((4, 2), GRID), "params_specs": TENSOR, "shard_optimizer": True}),
@@ -149,7 +147,7 @@ def test_mesh_invariance_float32(name):
 def test_planted_mistakes_would_be_noticed():
     """A second psum gives D times the gradient, a mean over replicas of means another one (cases 53, 65)."""
     params, batch = lm_params(), batches()[0]
-    _, right = lm_oracle(params, batch)
+    right = reference(jnp.float32)[1][0]
     window = jaxacc.split_batch(batch, accumulation_steps=2)
 
     def run(f):
@@ -270,7 +268,7 @@ def test_thirteen_rows_over_two_replicas():
     window["mask"] &= window["row_mask"][..., None]
     step = jaxacc.make_step(lm_loss, optimizer(), mesh=mesh_of((2,)))
     state, info = step.update(step.init(lm_params()), window)
-    loss, grads = lm_oracle(lm_params(), batch)
+    loss, grads = jax.jit(lm_oracle)(lm_params(), batch)
     np.testing.assert_allclose(info.loss, loss, rtol=1e-5)
     np.testing.assert_allclose(state.opt_state[0].trace["embed"], grads["embed"], rtol=1e-4, atol=1e-6)
     assert (int(info.examples), int(info.tokens)) == (13, batch["mask"].sum())
