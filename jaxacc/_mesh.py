@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -180,10 +181,19 @@ def build_on(layout: Layout | None, build: Callable[..., Any], params: PyTree, k
         with on_mesh(layout):
             return build(params, key)
 
-    params = jax.device_put(params, layout.params_shardings(params))
-    key = jax.device_put(key, layout._named(P()))
+    params = jax.tree.map(_put, params, layout.params_shardings(params))
+    key = jax.tree.map(lambda leaf: _put(leaf, layout._named(P())), key)
     shardings = layout.shardings(jax.eval_shape(build_here, params, key))
     return jax.jit(build_here, out_shardings=shardings)(params, key)
+
+
+def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """Place a leaf, also on devices of other processes if every process has all of it."""
+    if sharding.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
+        return jax.device_put(leaf, sharding)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+    return jax.make_array_from_callback(leaf.shape, sharding, np.asarray(leaf).__getitem__)
 
 
 def constrain_state(layout: Layout | None, state: Any) -> Any:
