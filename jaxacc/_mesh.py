@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -180,10 +181,18 @@ def build_on(layout: Layout | None, build: Callable[..., Any], params: PyTree, k
         with on_mesh(layout):
             return build(params, key)
 
-    params = jax.device_put(params, layout.params_shardings(params))
-    key = jax.device_put(key, layout._named(P()))
+    params = jax.tree.map(_put, params, layout.params_shardings(params))
+    key = jax.tree.map(lambda leaf: _put(leaf, layout._named(P())), key)
     shardings = layout.shardings(jax.eval_shape(build_here, params, key))
     return jax.jit(build_here, out_shardings=shardings)(params, key)
+
+
+def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """`jax.device_put`, which does not place random keys on devices of other processes."""
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jax.device_put(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return jax.device_put(leaf, sharding)
 
 
 def constrain_state(layout: Layout | None, state: Any) -> Any:
