@@ -48,6 +48,14 @@ class Layout:
         """Whether a parameter is sharded over a data axis (FSDP)."""
         return any(_axes_of(spec) & set(self.data_axes) for spec in self.params_specs)
 
+    @property
+    def is_manual(self) -> bool:
+        """Whether each replica folds its own rows; otherwise the compiler arranges the one program.
+
+        A single replica has nothing to reduce, and XLA refuses a partly manual reduction over one device.
+        """
+        return self.replicas > 1 and not self.shards_params
+
     def shardings(self, state: Any) -> Any:
         """The `NamedSharding` of every leaf of a `TrainState`, of arrays or of shapes (to compile without devices)."""
         replicated = self._named(P())
@@ -191,6 +199,7 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
     """Place a leaf, also on devices of other processes if every process has all of it."""
     if sharding.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
         return jax.device_put(leaf, sharding)
+    leaf = jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     return jax.make_array_from_callback(leaf.shape, sharding, np.asarray(leaf).__getitem__)
@@ -248,7 +257,7 @@ def sums_on(
     Manual over the data axes, so that nothing is communicated before the one reduction at the end. Parameters that are
     sharded over a data axis have to be gathered for every microbatch instead, which is left to the compiler.
     """
-    if layout is None or layout.shards_params:
+    if layout is None or not layout.is_manual:
         loss, metrics, grads = window_sums(loss_fn, params, window, key, axes=(), **options)
         return loss, metrics, constrain_update(layout, params, grads)
     dimensions = _reduced_dimensions(layout, params)
@@ -270,7 +279,7 @@ def sums_on(
 
 def evaluate_on(layout: Layout | None, loss_fn: LossFn, params: PyTree, window: PyTree, *, has_aux: bool) -> Evaluation:
     """`evaluate_window` over all replicas."""
-    if layout is None or layout.shards_params:
+    if layout is None or not layout.is_manual:
         return evaluate_window(loss_fn, params, window, has_aux=has_aux)
 
     def on_replica(params: PyTree, window: PyTree) -> Evaluation:

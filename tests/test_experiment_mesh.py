@@ -68,7 +68,7 @@ def sheet_of(folder):
     ],
 )
 def test_a_mesh_gives_the_run_of_one_device(train, options, replicas):
-    """Same counts, same losses to float32 rounding; the split and the memory are what they should be."""
+    """Same counts, same losses to float32 rounding; the split is what it should be."""
     one, many = sheet_of(train()), sheet_of(train(*options))
     assert (many["replicas"], many["accumulation_steps"]) == (replicas, 4 // replicas)
     for name in ("attempted", "applied", "microbatches", "examples", "supervised_tokens", "effective_batch"):
@@ -76,8 +76,6 @@ def test_a_mesh_gives_the_run_of_one_device(train, options, replicas):
     for name in ("first_loss", "final_loss", "eval_loss"):
         assert many[name] == pytest.approx(one[name], rel=1e-5)
     assert one["first_loss"] - one["final_loss"] > 0.1
-    if "--optimizer.sharded" in options:
-        assert many["peak_memory_bytes"] < 0.9 * sheet_of(train("--mesh", "data=2"))["peak_memory_bytes"]
 
 
 def test_resume_on_a_mesh_is_bit_equal(train, config, tmp_path):
