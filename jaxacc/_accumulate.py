@@ -13,7 +13,7 @@ from jaxacc._fold import FoldName, fold_gradients, fold_values, pull_back, start
 from jaxacc._keys import microbatch_key
 from jaxacc._mean import Mean, reduce_over
 from jaxacc._split import check_window
-from jaxacc._tree import PyTree, at_least_float32, merge, partition, vary, varying_axes
+from jaxacc._tree import PyTree, as_arrays, at_least_float32, merge, partition, vary, varying_axes
 
 
 class Accumulated(NamedTuple):
@@ -71,6 +71,7 @@ def accumulate(
         scanned layers), `"carry"` adds whole gradient trees, `"auto"` takes the first where it is safe. Use `"carry"`
         under `jax.vmap`, under an outer `jax.checkpoint` and to differentiate the result again.
       accumulator_dtype: dtype of the sums and of `grads`; None is float32, or the parameter's own dtype where wider.
+        Complex parameters are summed in the complex dtype of that width.
 
     Returns:
       `grads_of(params, window, key=None) -> Accumulated`: pure, for you to jit. Every leaf of `window` has shape
@@ -78,7 +79,7 @@ def accumulate(
 
     Raises:
       ValueError: while tracing, for a window or a return value that breaks the contract, a `fold` that is not safe
-        here, or a manual mesh axis that `axis_name` does not account for.
+        here, or an `axis_name` that does not account for the manual mesh axes.
 
     >>> import jax, jax.numpy as jnp, jaxacc
     >>> def loss_fn(params, microbatch, key):
@@ -93,7 +94,7 @@ def accumulate(
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
 
     def grads_of(params: PyTree, window: PyTree, key: Any = None) -> Accumulated:
-        _check_manual_axes(axis_name)
+        _check_manual_axes(axis_name, axes)
         loss, metrics, grads = window_sums(
             loss_fn, params, window, key, has_aux=has_aux, axes=axes, fold=fold, accumulator_dtype=accumulator_dtype
         )
@@ -102,13 +103,18 @@ def accumulate(
     return grads_of
 
 
-def _check_manual_axes(axis_name: Any) -> None:
+def _check_manual_axes(axis_name: Any, axes: tuple[str, ...]) -> None:
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if axis_name is None and manual:
         raise ValueError(
             f"accumulate is called where the mesh axes {manual} are manual (shard_map or pmap), without axis_name. Each "
             f"replica would divide by its own weight. Pass axis_name={manual[0]!r} (the axes that split rows), or "
             "axis_name=() if they do not split rows."
+        )
+    if unknown := [axis for axis in axes if axis not in manual]:
+        raise ValueError(
+            f"axis_name={axis_name!r} names {unknown}, but the manual mesh axes here are {manual}. Call accumulate inside a "
+            "jax.shard_map or jax.pmap over these axes (jax.vmap over rows is no replica), or leave axis_name out."
         )
 
 
@@ -129,7 +135,7 @@ def window_sums(
     `reduce` sums the total and the gradients over the replicas; None is one psum.
     """
     steps, _ = check_window(window)
-    params, window = vary((params, window), axes)
+    params, window = vary(as_arrays((params, window)), axes)
     trainable, frozen = partition(params)
 
     def value_of(trainable: PyTree, microbatch: PyTree, key: Any) -> Sums:
@@ -137,7 +143,7 @@ def window_sums(
 
     first = jax.tree.map(lambda leaf: leaf[0], window)
     structure, narrow = sums_structure(loss_fn, has_aux, axes, params, first, microbatch_key(key, jnp.int32(0), axes))
-    accumulators = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, _accumulator_dtype(leaf, accumulator_dtype)), trainable)
+    accumulators = zero_gradient(trainable, accumulator_dtype)
     in_place = uses_in_place(fold, trainable, accumulators)
 
     def seed_of(weight: jax.Array) -> jax.Array:
@@ -205,5 +211,16 @@ def _reciprocal(weight: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(weight != 0, 1 / jnp.where(weight != 0, weight, jnp.ones_like(weight)), jnp.zeros_like(weight))
 
 
-def _accumulator_dtype(leaf: Any, accumulator_dtype: Any) -> Any:
-    return at_least_float32(leaf.dtype) if accumulator_dtype is None else accumulator_dtype
+def zero_gradient(trainable: PyTree, accumulator_dtype: Any) -> PyTree:
+    """The sum of no gradients: zeros of the dtype that each leaf of `trainable` is accumulated in."""
+    if accumulator_dtype is not None and not jnp.issubdtype(accumulator_dtype, jnp.floating):
+        raise ValueError(f"accumulator_dtype={accumulator_dtype!r} is not floating. Use jnp.float32, or None to choose.")
+
+    def dtype_of(leaf: Any) -> Any:
+        if accumulator_dtype is None:
+            return at_least_float32(leaf.dtype)
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            return jnp.complex128 if jnp.finfo(accumulator_dtype).bits == 64 else jnp.complex64
+        return accumulator_dtype
+
+    return jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype_of(leaf)), trainable)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxacc._mean import Array, Max, Mean, Sum, is_reduction
 from jaxacc._split import ROW_MASK, row_mask_of
@@ -45,8 +46,7 @@ def _row_sums(loss: Mean, metrics: PyTree, microbatch: PyTree, axes: tuple[str, 
     rows = jax.tree.leaves(microbatch)[0].shape[0]
     mask = row_mask_of(microbatch)
 
-    def over_rows(path: Any, node: Any) -> Any:
-        name = f"metric {jax.tree_util.keystr(path)}" if path else "the loss"
+    def over_rows(node: Any, name: str) -> Any:
         if isinstance(node, Mean):
             return Mean(_reduce(node.total, rows, mask, name), _reduce_weight(node.weight, rows, mask, name))
         if isinstance(node, Sum):
@@ -58,8 +58,10 @@ def _row_sums(loss: Mean, metrics: PyTree, microbatch: PyTree, axes: tuple[str, 
             "Wrap it: jaxacc.Mean(total, weight), jaxacc.Sum(value) or jaxacc.Max(value)."
         )
 
-    sums = jax.tree_util.tree_map_with_path(over_rows, metrics, is_leaf=is_reduction)
-    return vary((over_rows((), loss), sums), axes)
+    sums = jax.tree_util.tree_map_with_path(
+        lambda path, node: over_rows(node, f"metric {jax.tree_util.keystr(path) or 'tree'}"), metrics, is_leaf=is_reduction
+    )
+    return vary((over_rows(loss, "the loss"), sums), axes)
 
 
 def _unpack(out: Any, has_aux: bool) -> tuple[Mean, PyTree]:
@@ -93,7 +95,7 @@ def _check_loss(loss: Mean) -> Mean:
 
 
 def _reduce_weight(weight: Array, rows: int, mask: Array | None, name: str) -> jax.Array:
-    if mask is not None and isinstance(weight, int | float):
+    if mask is not None and not isinstance(weight, jax.Array) and np.ndim(weight) == 0:
         raise ValueError(
             f"{name} has the constant weight {weight}, which counts the padding that {ROW_MASK} marks. Give one weight "
             f"per row, jnp.ones_like(loss_per_row), or the sum of your own mask."

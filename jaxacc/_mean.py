@@ -35,7 +35,8 @@ class Mean(NamedTuple):
     @property
     def value(self) -> jax.Array:
         """`total / weight`; 0 where the weight is 0, with a gradient that is finite there too."""
-        total, weight = jnp.asarray(self.total), jnp.asarray(self.weight)
+        # Python integers may be too large for any integer dtype.
+        total, weight = (jnp.asarray(float(x) if isinstance(x, int) else x) for x in self)
         dtype = at_least_float32(total.dtype) if is_inexact(total) else jnp.float32
         inhabited = weight != 0
         divisor = jnp.where(inhabited, weight, jnp.ones_like(weight)).astype(dtype)
@@ -104,6 +105,6 @@ def identity(tree: PyTree) -> PyTree:
         if isinstance(node, Max):
             least = -jnp.inf if jnp.issubdtype(node.value.dtype, jnp.inexact) else jnp.iinfo(node.value.dtype).min
             return Max(jnp.full(node.value.shape, least, node.value.dtype))
-        return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), node)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), node)
 
     return jax.tree.map(identity_node, tree, is_leaf=is_reduction)

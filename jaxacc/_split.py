@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -46,22 +47,17 @@ def solve_split(
       The `Split`.
 
     Raises:
-      ValueError: a quantity below 1, fewer than two quantities, three that contradict each other, or an effective
-        batch that does not divide. The message names the nearest ones that do.
+      ValueError: a quantity below 1 or not whole, fewer than two quantities, three that contradict each other, or an
+        effective batch that does not divide. The message names the nearest ones that do.
 
     >>> import jaxacc
     >>> jaxacc.solve_split(effective_batch=96, microbatch=8)
     Split(microbatch=8, accumulation_steps=12, replicas=1)
     """
-    given = {
-        "effective_batch": effective_batch,
-        "microbatch": microbatch,
-        "accumulation_steps": accumulation_steps,
-        "replicas": replicas,
-    }
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} is less than 1. Use a positive number.")
+    effective_batch, microbatch, accumulation_steps = _counts(
+        effective_batch=effective_batch, microbatch=microbatch, accumulation_steps=accumulation_steps
+    )
+    replicas = _counts(replicas=replicas)[0] or 1
     if microbatch is not None and accumulation_steps is not None:
         split = Split(microbatch, accumulation_steps, replicas)
         if effective_batch is not None and effective_batch != split.effective_batch:
@@ -78,6 +74,16 @@ def solve_split(
         f"two of effective_batch, microbatch and accumulation_steps are needed, got effective_batch={effective_batch}, "
         f"microbatch={microbatch}, accumulation_steps={accumulation_steps}."
     )
+
+
+def _counts(**given: Any) -> list[int | None]:
+    """The quantities as Python integers, None where not given, or the error that names the one that is no count."""
+    for name, value in given.items():
+        if value is not None and not hasattr(value, "__index__"):
+            raise ValueError(f"{name}={value!r} is not a whole number. Use a positive integer.")
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} is less than 1. Use a positive number.")
+    return [None if value is None else int(value) for value in given.values()]
 
 
 def _divide(effective_batch: int, name: str, value: int, replicas: int) -> int:
@@ -138,6 +144,7 @@ def split_batch(
             "state exactly one of accumulation_steps and microbatch; the rows of the batch give the other. With pad=True "
             "both may be stated, to fill the batch up."
         )
+    accumulation_steps, microbatch = _counts(accumulation_steps=accumulation_steps, microbatch=microbatch)
     if pad:
         padded = _padded_rows(rows, accumulation_steps, microbatch)
         batch, rows = _pad(batch, rows, padded), padded
@@ -169,12 +176,12 @@ def _padded_rows(rows: int, accumulation_steps: int | None, microbatch: int | No
                 f"{stated}. Use more accumulation steps, or split the batch over several windows."
             )
         return stated
-    unit = accumulation_steps or microbatch or 0
-    return -(-rows // unit) * unit if unit > 0 else rows
+    unit = accumulation_steps or microbatch or 1
+    return -(-rows // unit) * unit
 
 
 def _pad(batch: PyTree, rows: int, padded: int) -> PyTree:
-    if not isinstance(batch, dict):
+    if not isinstance(batch, Mapping):
         raise ValueError(f"pad=True adds the leaf {ROW_MASK!r}, so the batch must be a dict, got {type(batch).__name__}.")
     mask = batch.get(ROW_MASK, np.ones(rows, bool))
 
@@ -182,7 +189,8 @@ def _pad(batch: PyTree, rows: int, padded: int) -> PyTree:
         numpy = np if isinstance(leaf, np.ndarray) else jnp
         return numpy.concatenate([leaf, numpy.repeat(leaf[-1:], padded - rows, axis=0)])
 
-    return {**jax.tree.map(fill, batch), ROW_MASK: np.concatenate([np.asarray(mask), np.zeros(padded - rows, bool)])}
+    extended = (np if isinstance(mask, np.ndarray) else jnp).concatenate([mask, np.zeros(padded - rows, bool)])
+    return {**jax.tree.map(fill, batch), ROW_MASK: extended}
 
 
 def check_window(window: PyTree) -> tuple[int, int]:
@@ -206,4 +214,4 @@ def check_window(window: PyTree) -> tuple[int, int]:
 
 def row_mask_of(window: PyTree) -> Any:
     """The reserved leaf `row_mask` of a dict window or microbatch, or None."""
-    return window.get(ROW_MASK) if isinstance(window, dict) else None
+    return window.get(ROW_MASK) if isinstance(window, Mapping) else None

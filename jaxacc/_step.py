@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxacc._accumulate import Evaluation
+from jaxacc._accumulate import Evaluation, zero_gradient
 from jaxacc._contract import LossFn
 from jaxacc._fold import FoldName
 from jaxacc._keys import window_key
@@ -174,10 +174,11 @@ def make_step(
         layout = layout_of(params, mesh, axes, params_specs, shard_optimizer) if mesh is not None else None
 
         def build(params: PyTree, key: Any) -> TrainState:
+            params = copy(params)
             trainable, _ = partition(params)
-            opt_state = transform.init(trainable)
-            _check_transform(transform, opt_state, trainable)
-            return copy(TrainState(params, opt_state, key, new_ledger(), layout))
+            opt_state = copy(transform.init(trainable))
+            _check_transform(transform, opt_state, trainable, accumulator_dtype)
+            return TrainState(params, opt_state, copy(key), new_ledger(), layout)
 
         return build_on(layout, build, params, key)
 
@@ -279,14 +280,22 @@ def _count_duplicates(layout: Layout | None, window: PyTree) -> jax.Array:
 
 
 def _count_tokens(loss: Mean, metrics: PyTree) -> jax.Array:
-    declared = metrics.get("tokens") if isinstance(metrics, dict) else None
+    declared = metrics.get("tokens") if isinstance(metrics, Mapping) else None
     if isinstance(declared, Sum):
-        return jnp.asarray(declared.value)
+        tokens = jnp.asarray(declared.value)
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(
+                f'the metric Sum named "tokens" is {tokens.dtype}, which the ledger cannot count exactly. Sum integers or '
+                "bools, jnp.sum(mask, dtype=jnp.int32), or name the metric otherwise."
+            )
+        return tokens
     weight = jnp.asarray(loss.weight)
     return weight if jnp.issubdtype(weight.dtype, jnp.integer) else jnp.int32(0)
 
 
-def _check_transform(transform: optax.GradientTransformationExtraArgs, opt_state: PyTree, trainable: PyTree) -> None:
+def _check_transform(
+    transform: optax.GradientTransformationExtraArgs, opt_state: PyTree, trainable: PyTree, accumulator_dtype: Any
+) -> None:
     """Refuse transformations that cannot be applied once per window, before anything is compiled."""
     is_multi_steps = lambda node: isinstance(node, optax.MultiStepsState)
     if any(map(is_multi_steps, jax.tree.leaves(opt_state, is_leaf=is_multi_steps))):
@@ -295,13 +304,20 @@ def _check_transform(transform: optax.GradientTransformationExtraArgs, opt_state
             "windows and as means of means. Pass the inner optimizer and choose A by the window's leading axis."
         )
     value = jax.ShapeDtypeStruct((), jnp.float32)
+    grads = jax.eval_shape(lambda trainable: zero_gradient(trainable, accumulator_dtype), trainable)
     try:
         jax.eval_shape(
             lambda grads, state, params, value: transform.update(grads, state, params, value=value, grad=grads),
-            trainable, opt_state, trainable, value,
+            grads, opt_state, trainable, value,
         )  # fmt: skip
     except TypeError as error:
         if "value_fn" not in str(error):
+            differ = jax.tree.leaves(jax.tree.map(lambda grad, leaf: grad.dtype != leaf.dtype, grads, trainable))
+            if any(differ):
+                error.add_note(
+                    "jaxacc gives tx float32 gradients of narrower parameters. If tx needs them in the parameters' own dtype, "
+                    "pass accumulator_dtype (the sum over microbatches then rounds to it)."
+                )
             raise
         raise ValueError(
             "tx needs value_fn (a line search): it would evaluate the loss again at trial points, over the whole window. "

@@ -40,17 +40,18 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 def cast_like(tree: PyTree, like: PyTree) -> PyTree:
-    """Cast every leaf to the dtype its counterpart in `like` has."""
-    return jax.tree.map(lambda new, old: new.astype(old.dtype), tree, like)
+    """Cast every leaf, Python numbers too, to the dtype its counterpart in `like` has."""
+    return jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), tree, like)
+
+
+def as_arrays(tree: PyTree) -> PyTree:
+    """Make JAX arrays of NumPy arrays and Python numbers, which `jax.jit` does and an eager call does not."""
+    return jax.tree.map(jnp.asarray, tree)
 
 
 def copy(tree: PyTree) -> PyTree:
     """Copy every leaf into a device buffer of its own, strongly typed, so that it can be donated."""
-
-    def copy_leaf(leaf: Any) -> jax.Array:
-        return jnp.array(leaf, dtype=leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf), copy=True)
-
-    return jax.tree.map(copy_leaf, tree)
+    return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=jnp.result_type(leaf), copy=True), tree)
 
 
 def vary(tree: PyTree, axes: tuple[str, ...]) -> PyTree:

@@ -2,6 +2,7 @@
 
 import functools
 
+import flax
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -121,6 +122,19 @@ def test_worked_values(fold):
     np.testing.assert_allclose(run(jnp.ones(4), basis).grads, np.array([8, 8, 8, 2]) / 26, rtol=1e-6)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("fold", FOLDS)
+def test_negative_weights(fold, steps):
+    """Only a weight of exactly 0 is inert: a negative one counts, in a microbatch, a window and at A = 1."""
+    x = jnp.arange(1.0, 13).reshape(4, 3)
+    for n in ([1.0, 2.0, 3.0, -1.0], [-1.0, -2.0, -3.0, 1.0]):
+        window = jaxacc.split_batch({"x": x, "n": jnp.array(n)}, accumulation_steps=steps)
+        out = grads_of(fold, linear_loss)(jnp.ones(3), window)
+        np.testing.assert_allclose(out.grads, x.sum(0) / sum(n), rtol=1e-5)
+        np.testing.assert_allclose(out.loss, x.sum() / sum(n), rtol=1e-5)
+        assert largest(out.grads) > 1
+
+
 def test_class_weights_are_summed_over_the_window():
     """Case 19: weights (1, 9) and labels (0, 0), (0, 1) have denominators 2 and 10, the window 12."""
     weights = jnp.array([1.0, 9.0])
@@ -230,12 +244,13 @@ def test_padded_rows_do_not_count():
 
     def loss_fn(params, microbatch, key):
         total = microbatch["x"] @ params
-        return jaxacc.Mean(total, microbatch["n"]), {"rows": jaxacc.Sum(microbatch["n"]), "top": jaxacc.Max(-total)}
+        tops = {"top": jaxacc.Max(-total), "integer_top": jaxacc.Max(-total.astype(jnp.int32))}
+        return jaxacc.Mean(total, microbatch["n"]), {"rows": jaxacc.Sum(microbatch["n"]), **tops}
 
     out = jaxacc.accumulate(loss_fn, has_aux=True)(jnp.ones(2), jaxacc.split_batch(batch, accumulation_steps=4, pad=True))
     assert int(out.weight) == 7
     assert int(out.metrics["rows"].value) == 7
-    assert float(out.metrics["top"].value) == -1
+    assert float(out.metrics["top"].value) == int(out.metrics["integer_top"].value) == -1
     np.testing.assert_allclose(out.grads, batch["x"].mean(0))
 
 
@@ -279,6 +294,23 @@ def test_keys_differ_between_microbatches():
     assert draws[-1] is None
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_types_do_not_depend_on_a(dtype, steps):
+    """16-bit parameters and metrics of every kind: the same dtypes, none of them weak, for A = 1 as for A > 1."""
+
+    def loss_fn(params, microbatch, key):
+        half = microbatch["x"][:, 0].astype(dtype)
+        metrics = (jaxacc.Sum(1), jaxacc.Sum(0.5), jaxacc.Max(True), [jaxacc.Max(half), jaxacc.Mean(half > 0, 2)], None)
+        return linear_loss(params, microbatch, key), metrics
+
+    window = {"x": jnp.ones((steps, 2, 4), dtype), "n": jnp.ones((steps, 2), bool)}
+    out = jaxacc.accumulate(loss_fn, has_aux=True)(jnp.ones(4, dtype), window)
+    assert [leaf.dtype for leaf in jax.tree.leaves(out)] == [jnp.dtype(kind) for kind in "ffiififii"]
+    assert not any(leaf.weak_type for leaf in jax.tree.leaves(out))
+    np.testing.assert_array_equal(out.grads, 1)
+
+
 @pytest.mark.parametrize("steps", [64, 1024])
 def test_bfloat16_sums_do_not_drift(steps):
     """1,024 microbatches of bf16 ones average to exactly 1; a bf16 sum would stop at 256 (cases 198, 199, 203, 206)."""
@@ -307,6 +339,8 @@ def test_integer_weights_count_exactly():
     assert int(grads_of("auto", linear_loss)(jnp.ones(1), window).weight) == 2**24 + 3
     window = {"x": jnp.ones((3, 300, 1)), "n": jnp.ones((3, 300), jnp.int8)}
     assert int(grads_of("auto", linear_loss)(jnp.ones(1), window).weight) == 900
+    window = {"x": jnp.ones((3, 300, 1)), "n": jnp.full((3, 300), 200, jnp.int16)}
+    assert int(grads_of("auto", linear_loss)(jnp.ones(1), window).weight) == 180_000
 
 
 def test_wider_parameters_keep_their_width(x64):
@@ -318,6 +352,49 @@ def test_wider_parameters_keep_their_width(x64):
     assert (out.grads["a"].dtype, out.grads["b"].dtype) == (jnp.float64, jnp.float32)
     out = jaxacc.accumulate(loss_fn, accumulator_dtype=jnp.float32)(params, window)
     assert out.grads["a"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("fold", FOLDS)
+def test_eager_calls_take_what_jit_takes(fold, steps):
+    """NumPy windows and parameters, float64 ones too, and Python numbers: the loss sees JAX arrays for every A."""
+    params = {"w": np.arange(1, 4.0), "scale": 0.5, "table": np.arange(4)}
+    batch = {"x": np.random.default_rng(0).normal(size=(6, 3)), "index": np.arange(6) % 4}
+
+    def loss_fn(params, microbatch, key):
+        x = microbatch["x"].at[:, 0].set(1)
+        total = params["scale"] * (x @ params["w"]) ** 2 * params["table"][microbatch["index"]]
+        return jaxacc.Mean(total, jnp.ones_like(total))
+
+    window = jaxacc.split_batch(batch, accumulation_steps=steps)
+    run = jaxacc.accumulate(loss_fn, fold=fold)
+    eager, jitted = run(params, window), jax.jit(run)(params, window)
+    assert largest(eager.grads) > 0.1
+    assert eager.grads["table"] is None
+    assert [leaf.dtype for leaf in jax.tree.leaves(eager)] == [jnp.float32] * 4
+    assert_trees_close(eager, jitted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_complex_parameters(steps):
+    """Complex parameters agree with `jax.grad`, and a real `accumulator_dtype` does not drop their imaginary part."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2)), jnp.float32)
+    params = jnp.array([1 + 1j, 2 - 3j], jnp.complex64)
+    loss_fn = lambda p, mb, key: jaxacc.Mean(jnp.abs(mb["x"] @ p) ** 2, jnp.ones(6 // steps))
+    expected = jax.grad(lambda p: jnp.mean(jnp.abs(x @ p) ** 2))(params)
+    assert float(jnp.min(jnp.abs(expected.imag))) > 0.1
+    window = jaxacc.split_batch({"x": x}, accumulation_steps=steps)
+    for dtype in (None, jnp.float32, jnp.bfloat16):
+        out = jaxacc.accumulate(loss_fn, accumulator_dtype=dtype)(params, window)
+        np.testing.assert_allclose(out.grads, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bool_, jnp.complex64])
+def test_accumulator_dtypes_that_lose_the_gradient(dtype):
+    """Integer sums would truncate every gradient without a word."""
+    window = {"x": jnp.ones((2, 3, 1)), "n": jnp.ones((2, 3))}
+    with pytest.raises(ValueError, match="is not floating"):
+        jaxacc.accumulate(linear_loss, accumulator_dtype=dtype)(jnp.ones(1), window)
 
 
 def test_weights_may_depend_on_the_parameters():
@@ -333,6 +410,26 @@ def test_weights_may_depend_on_the_parameters():
         np.testing.assert_allclose(out.loss, outs[0].loss, rtol=1e-5)
         np.testing.assert_allclose(out.grads, outs[0].grads, rtol=1e-4)
     assert largest(outs[0].grads) > 0.1
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("fold", FOLDS)
+def test_weights_may_depend_on_the_key(fold, steps):
+    """Targets masked at random: the weights that divide are those of the very masks that the losses were summed over."""
+
+    def loss_fn(params, microbatch, key):
+        mask = jax.random.bernoulli(key, 0.5, microbatch["x"].shape)
+        return jaxacc.Mean(jnp.sum(mask * params * microbatch["x"]), jnp.sum(mask)), {"masked": jaxacc.Sum(jnp.sum(mask))}
+
+    run = jax.jit(jaxacc.accumulate(loss_fn, fold=fold, has_aux=True))
+    weights = set()
+    for seed in range(4):
+        out = run(jnp.float32(1), {"x": jnp.ones((steps, 31))}, jax.random.key(seed))
+        assert int(out.weight) == int(out.metrics["masked"].value)
+        assert float(out.loss) == pytest.approx(1, rel=1e-6)
+        assert float(out.grads) == pytest.approx(1, rel=1e-6)
+        weights.add(int(out.weight))
+    assert len(weights) > 1
 
 
 def test_remat_counts_once():
@@ -455,6 +552,89 @@ def test_a_forgotten_axis_name_is_an_error():
         run(lm_params(), window)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("fold", FOLDS)
+def test_constants_are_counted_once_per_replica(fold, steps, check_vma):
+    """A weight, a sum, a mean and a maximum that are plain numbers, the same on every replica."""
+
+    def loss_fn(params, microbatch, key):
+        metrics = {"sum": jaxacc.Sum(3), "mean": jaxacc.Mean(0.5, 2), "max": jaxacc.Max(-7)}
+        return jaxacc.Mean(jnp.sum(microbatch["x"] @ params), 2), metrics
+
+    x = jnp.arange(steps * 24.0).reshape(steps, 8, 3)
+    replicated, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(None, "data")
+    run = jax.shard_map(
+        jaxacc.accumulate(loss_fn, has_aux=True, axis_name="data", fold=fold),
+        mesh=mesh_of(4), in_specs=(replicated, rows), out_specs=replicated, check_vma=check_vma,
+    )  # fmt: skip
+    out = jax.jit(run)(jnp.ones(3), {"x": x})
+    assert int(out.weight) == 8 * steps
+    np.testing.assert_allclose(out.grads, x.mean((0, 1)), rtol=1e-6)
+    assert int(out.metrics["sum"].value) == 12 * steps
+    assert out.metrics["mean"] == (2 * steps, 8 * steps)
+    assert int(out.metrics["max"].value) == -7
+
+
+def test_axes_that_do_not_split_rows():
+    """`axis_name=()` in a manual region: every replica has all rows, and its result is the whole one."""
+    params, window = lm_params(), jaxacc.split_batch(lm_batch(), accumulation_steps=2)
+    run = jax.shard_map(
+        jaxacc.accumulate(lm_loss, axis_name=()), mesh=mesh_of(2),
+        in_specs=jax.sharding.PartitionSpec(), out_specs=jax.sharding.PartitionSpec(), check_vma=False,
+    )  # fmt: skip
+    loss, grads = oracle()(params, lm_batch())
+    out = jax.jit(run)(params, window)
+    np.testing.assert_allclose(out.loss, loss, rtol=1e-5)
+    assert_trees_close(out.grads, grads, rtol=1e-4, atol=1e-5 * largest(grads))
+
+
+def test_an_axis_name_that_is_not_manual_is_an_error():
+    """A misspelt axis, no manual region at all, or the axis of a vmap: named, instead of a bare AssertionError of JAX."""
+    window = jaxacc.split_batch(lm_batch(), accumulation_steps=1)
+    replicated, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(None, "data")
+    run = jaxacc.accumulate(lm_loss, axis_name=("data", "dta"))
+    with pytest.raises(ValueError, match=r"names \['dta'\], but the manual mesh axes here are \('data',\)"):
+        jax.shard_map(run, mesh=mesh_of(2), in_specs=(replicated, rows), out_specs=replicated)(lm_params(), window)
+    with pytest.raises(ValueError, match=r"manual mesh axes here are \(\)"):
+        run(lm_params(), window)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("fold", FOLDS)
+def test_beside_an_automatic_axis(fold, steps):
+    """Manual over the data axis alone, the other axis of the mesh automatic; metrics and keys by replica (cases 177, 180).
+
+    Every replica draws its own randomness, a replica without weight is left out, and the largest value may be negative.
+    """
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def loss_fn(params, microbatch, key):
+        total, weight = microbatch["x"] @ params, jnp.sum(microbatch["n"])
+        draw = jnp.where(weight == 0, jnp.nan, jax.random.uniform(key))
+        metrics = {
+            "draw": jaxacc.Sum(draw), "square": jaxacc.Sum(draw**2), "top": jaxacc.Max(-draw), "count": jaxacc.Max(-weight)
+        }  # fmt: skip
+        return jaxacc.Mean(jnp.where(weight == 0, jnp.nan, jnp.sum(total)), weight), metrics
+
+    x = np.random.default_rng(0).normal(size=(steps, 8, 3)).astype(np.float32)
+    n = np.ones((steps, 8), np.int32)
+    n[:, 2:4] = 0
+    replicated, rows = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(None, "data")
+    run = jax.shard_map(
+        jaxacc.accumulate(loss_fn, has_aux=True, axis_name="data", fold=fold),
+        mesh=mesh, in_specs=(replicated, rows, replicated), out_specs=replicated, axis_names={"data"},
+    )  # fmt: skip
+    out = jax.jit(run)(jnp.ones(3), {"x": x, "n": n}, jax.random.key(0))
+    expected = np.delete(x, [2, 3], axis=1).reshape(-1, 3)
+    assert int(out.weight) == len(expected) == 6 * steps
+    np.testing.assert_allclose(out.grads, expected.mean(0), rtol=1e-5)
+    mean, square = (float(out.metrics[name].value) / (3 * steps) for name in ("draw", "square"))
+    assert square - mean**2 > 1e-3  # not one draw for all replicas
+    assert -mean < float(out.metrics["top"].value) < 0
+    assert int(out.metrics["count"].value) == -2
+
+
 @pytest.mark.parametrize(
     ("returned", "has_aux", "message"),
     [
@@ -464,6 +644,7 @@ def test_a_forgotten_axis_name_is_an_error():
         (lambda total: (jaxacc.Mean(total, 1), {}), False, "has_aux=True"),
         (lambda total: jaxacc.Mean(total, 1), True, r"must return \(jaxacc\.Mean\(total, weight\), metrics\)"),
         (lambda total: (jaxacc.Mean(total, 1), {"acc": total}), True, r"metric \['acc'\] is a .*does not say how it reduces"),
+        (lambda total: (jaxacc.Mean(total, 1), total), True, r"metric tree is a .*does not say how it reduces"),
         (lambda total: jaxacc.Mean(jnp.ones((2, 3)) * total, 1), False, r"shape \(2, 3\)"),
         (lambda total: jaxacc.Mean(jnp.int32(3), 1), False, "must be floating"),
     ],
@@ -475,11 +656,20 @@ def test_broken_contracts(returned, has_aux, message):
         jaxacc.accumulate(loss_fn, has_aux=has_aux)(jnp.float32(1), {"x": jnp.ones((2, 3))})
 
 
-def test_a_constant_weight_would_count_padding():
-    """A Python weight beside a row mask is refused."""
+@pytest.mark.parametrize("weight", [2, 2.0, np.prod((2, 1)), np.float32(2), np.array(2)], ids=lambda w: type(w).__name__)
+def test_a_constant_weight_would_count_padding(weight):
+    """A Python or NumPy number as the weight beside a row mask is refused (`np.prod(tokens.shape)` is a NumPy number)."""
     window = jaxacc.split_batch({"x": jnp.ones((3, 1))}, accumulation_steps=2, pad=True)
     with pytest.raises(ValueError, match=r"constant weight 2.*counts the padding"):
-        jaxacc.accumulate(lambda p, mb, key: jaxacc.Mean(mb["x"] @ p, 2))(jnp.ones(1), window)
+        jaxacc.accumulate(lambda p, mb, key: jaxacc.Mean(mb["x"] @ p, weight))(jnp.ones(1), window)
+
+
+def test_row_masks_of_other_mappings():
+    """A window that is a mapping but no dict (Flax's FrozenDict) has its `row_mask` honoured too."""
+    window = jaxacc.split_batch(flax.core.freeze({"x": jnp.ones((5, 1))}), accumulation_steps=4, pad=True)
+    loss_fn = lambda p, mb, key: jaxacc.Mean(mb["x"] @ p, jnp.ones(2, jnp.int32))
+    for mapping in (window, flax.core.freeze(window)):
+        assert int(jaxacc.accumulate(loss_fn)(jnp.ones(1), mapping).weight) == 5
 
 
 @pytest.mark.parametrize(
@@ -492,6 +682,7 @@ def test_a_constant_weight_would_count_padding():
         ({"x": jnp.ones((2, 0))}, "of 0 rows"),
         ({}, "disagree"),
         ({"x": jnp.ones((2, 3)), "row_mask": jnp.ones((2, 3))}, "row_mask must be a bool"),
+        ({"x": jnp.ones((2, 3)), "row_mask": jnp.ones((2, 3, 1), bool)}, r"row_mask must be a bool array \(A, m\)"),
     ],
 )
 def test_broken_windows(window, message):

@@ -63,6 +63,15 @@ def test_masked_positions_do_not_matter(dtype, strict):
     assert (float(empty.total), int(empty.weight)) == (0, 0)
 
 
+def test_ignored_labels_raise_no_alarm():
+    """Under `jax_debug_nans` no intermediate value is NaN: an ignored label of -100 does not index the vocabulary."""
+    labels = jnp.array([[1, -100, 2, -100]])
+    with jax.debug_nans(True):
+        loss, grads = jax.value_and_grad(lambda z: losses.causal_lm(z, labels).total)(jnp.zeros((1, 4, 3)))
+    assert float(loss) == pytest.approx(np.log(3), rel=1e-6)
+    assert float(jnp.abs(grads).max()) > 0.3
+
+
 @pytest.mark.parametrize(
     ("logits", "labels", "mask"), [((2, 5, 3), (2, 4), None), ((2, 5), (2, 5), None), ((2, 5, 3), (2, 5), (5,))]
 )

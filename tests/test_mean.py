@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxacc
+from jaxacc._keys import window_key
 from jaxacc._ledger import zero
 
 
@@ -36,6 +37,8 @@ def test_merge_reduces_as_declared():
     b = {"m": jaxacc.Mean(2.0, 2**62), "s": jaxacc.Sum(4), "x": jaxacc.Max(jnp.float32(-1))}
     merged = jaxacc.merge(a, b)
     assert merged["m"] == (3.0, 2**63)
+    assert float(merged["m"].value) == 3 / 2**63
+    assert float(jaxacc.Mean(3 * 2**70, 2**70).value) == 3
     assert merged["s"].value == 7
     assert float(merged["x"].value) == 2
 
@@ -49,6 +52,14 @@ def test_counters_are_exact(counts, repeats):
     for count in counts:
         counter, expected = counter.add(jnp.int32(count)), expected + count
     assert int(counter) == expected
+
+
+def test_keys_use_all_64_bits_of_the_counter():
+    """Window 2^32 does not draw what window 0 drew."""
+    counts = [zero(), zero().add(1), zero()._replace(high=jnp.uint32(1)), zero()._replace(high=jnp.uint32(1)).add(1)]
+    keys = [window_key(jax.random.key(0), count) for count in counts]
+    assert len({float(jax.random.uniform(key)) for key in keys}) == len(keys)
+    assert window_key(None, zero()) is None
 
 
 def test_counters_take_64_bits(x64):

@@ -39,6 +39,9 @@ def test_two_quantities_give_the_third(given, expected):
         ({"effective_batch": 64, "microbatch": 8, "accumulation_steps": 4}, r"contradicts microbatch 8 x .* = 32"),
         ({"effective_batch": 64}, "two of effective_batch, microbatch and accumulation_steps"),
         ({"microbatch": 8, "accumulation_steps": 0}, "accumulation_steps=0 is less than 1"),
+        ({"effective_batch": 96, "microbatch": 8.0}, r"microbatch=8\.0 is not a whole number"),
+        ({"microbatch": 8, "accumulation_steps": "2"}, "accumulation_steps='2' is not a whole number"),
+        ({"effective_batch": 8, "microbatch": 8, "replicas": 0.5}, r"replicas=0\.5 is not a whole number"),
         ({"effective_batch": -8, "microbatch": 8}, "effective_batch=-8 is less than 1"),
     ],
 )
@@ -83,6 +86,8 @@ def test_padding(array):
     np.testing.assert_array_equal(window["x"], [[1, 5], [2, 5], [3, 5], [4, 5]])
     np.testing.assert_array_equal(window["row_mask"], [[1, 1], [1, 0], [0, 0], [1, 0]])
     assert window["row_mask"].dtype == bool
+    traced = jax.jit(lambda b: jaxacc.split_batch(b, accumulation_steps=4, pad=True))(batch)
+    np.testing.assert_array_equal(traced["row_mask"], window["row_mask"])
     full = jaxacc.split_batch({"x": array(np.arange(4))}, microbatch=2, pad=True)
     assert full["row_mask"].all()
 
@@ -98,6 +103,7 @@ def test_padding(array):
         ({"x": np.ones(8)}, {"accumulation_steps": 2, "microbatch": 4}, "exactly one"),
         ({"x": np.ones(8)}, {"accumulation_steps": 0}, "accumulation_steps=0 is less than 1"),
         ({"x": np.ones(8)}, {"accumulation_steps": 0, "pad": True}, "accumulation_steps=0 is less than 1"),
+        ({"x": np.ones(8)}, {"accumulation_steps": 2.0, "pad": True}, "not a whole number"),
         (np.ones(7), {"accumulation_steps": 2, "pad": True}, "must be a dict"),
     ],
 )

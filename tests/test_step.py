@@ -120,7 +120,7 @@ def test_bfloat16_parameters():
         before = host(state)
         for _ in range(2):
             state, _ = step.update(state, jaxacc.split_batch(lm_batch(), accumulation_steps=4))
-        assert set(seen) == {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}  # bf16: the abstract check in init
+        assert set(seen) == {jnp.dtype(jnp.float32)}
         assert [leaf.dtype for leaf in jax.tree.leaves(state)] == [leaf.dtype for leaf in jax.tree.leaves(before)]
         assert np.any(np.asarray(state.params["embed"]) != before.params["embed"])
         assert step.update._cache_size() == 1
@@ -155,6 +155,34 @@ def test_a_nonfinite_microbatch_skips_the_window(fold, poison):
         assert info.outcome == jaxacc.Outcome.APPLIED
         assert_identical((state.params, state.opt_state), (right.params, right.opt_state))
     assert difference(right.params["embed"], warm.params["embed"]) > 1e-3
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("broken", ["loss", "weight", "nan_weight", "negative_weight", "gradient"])
+def test_each_number_that_is_not_finite_skips_the_window(broken, steps):
+    """A loss alone, a weight alone (inf gives a loss and gradient of 0) and a gradient alone: each is enough to skip.
+
+    A negative total weight would turn the descent around, so it is skipped as well.
+    """
+    weights = {"weight": jnp.inf, "nan_weight": jnp.nan, "negative_weight": -9.0}
+
+    def loss_fn(params, microbatch, key):
+        total = microbatch["x"] * (params + jnp.where(microbatch["bad"] & (broken == "loss"), jnp.nan, 0.0))
+        if broken == "gradient":  # sqrt at 0: the value is 0, the slope infinite (and not NaN)
+            total += jnp.sqrt(jnp.where(microbatch["bad"], params - jax.lax.stop_gradient(params), 1.0))
+        return jaxacc.Mean(total, jnp.where(microbatch["bad"], weights.get(broken, 1.0), 1.0))
+
+    step = jaxacc.make_step(loss_fn, optax.sgd(0.1, momentum=0.9))
+    good = {"x": jnp.ones((steps, 2)), "bad": jnp.zeros((steps, 2), bool)}
+    state, info = step.update(step.init(jnp.float32(1)), good)
+    assert info.outcome == jaxacc.Outcome.APPLIED
+    before = host(state)
+    state, info = step.update(state, {**good, "bad": good["bad"].at[-1, 0].set(True)})
+    assert info.outcome == jaxacc.Outcome.SKIPPED_NONFINITE
+    assert bool(jnp.isfinite(info.loss)) == (broken not in ("loss", "nan_weight"))
+    assert bool(jnp.isfinite(info.grad_norm)) == (broken not in ("gradient", "nan_weight"))
+    assert_identical((state.params, state.opt_state), (before.params, before.opt_state))
+    assert float(state.params) < 1
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -222,6 +250,17 @@ def test_declared_tokens():
     assert int(info.tokens) == int(state.ledger.tokens) == 42
 
 
+def test_declared_tokens_must_be_integers():
+    """Float tokens cannot be counted exactly: the error says so, not that float32 is no integer type."""
+
+    def loss_fn(params, microbatch, key):
+        return linear_loss(params, microbatch, key), {"tokens": jaxacc.Sum(microbatch["n"])}
+
+    step = jaxacc.make_step(loss_fn, optax.sgd(1.0), has_aux=True)
+    with pytest.raises(ValueError, match=r'Sum named "tokens" is float32.*Sum integers'):
+        step.update(step.init(jnp.zeros(1)), {"x": jnp.ones((2, 3, 1)), "n": jnp.ones((2, 3))})
+
+
 def test_token_counts_beyond_2_to_31():
     """Law 10: the ledger counts past int32 while every window fits in it."""
     step = jaxacc.make_step(linear_loss, optax.sgd(1.0))
@@ -230,6 +269,21 @@ def test_token_counts_beyond_2_to_31():
     for _ in range(5):
         state, _ = step.update(state, window)
     assert int(state.ledger.tokens) == 10 * (2**30 - 1) > 2**31
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("params", [{}, {"table": np.arange(3), "absent": None}], ids=["empty", "frozen"])
+def test_parameters_without_a_floating_leaf(params, steps):
+    """Nothing to train is no failure: the window is applied and counted, and what is frozen stays."""
+    step = jaxacc.make_step(lambda p, mb, key: jaxacc.Mean(mb["x"], jnp.ones(2, jnp.int32)), optax.adamw(0.1))
+    state = step.init(params)
+    for _ in range(2):
+        state, info = step.update(state, {"x": jnp.full((steps, 2), 3.0)})
+    assert info.outcome == jaxacc.Outcome.APPLIED
+    assert (float(info.loss), float(info.grad_norm)) == (3, 0)
+    assert (int(state.ledger.applied), int(state.ledger.tokens)) == (2, 4 * steps)
+    assert step.update._cache_size() == 1
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)
 
 
 def test_init_copies():
@@ -247,7 +301,7 @@ def test_init_copies():
 def test_init_takes_numpy_and_python_numbers():
     """Parameters may be NumPy arrays or Python numbers; one compilation serves all windows."""
     step = jaxacc.make_step(lambda p, mb, key: linear_loss(p["w"] * p["s"], mb, key), optax.sgd(0.1))
-    state = step.init({"w": np.ones(2, np.float32), "s": 1.0})
+    state = step.init({"w": np.ones(2), "s": 1.0})
     for _ in range(3):
         state, _ = step.update(state, {"x": jnp.ones((2, 1, 2)), "n": jnp.ones((2, 1))})
     assert step.update._cache_size() == 1
@@ -360,6 +414,32 @@ def test_extra_arguments_reach_the_optimizer():
     state, _ = step.update(step.init(jnp.ones(1)), {"x": jnp.full((2, 1, 1), 3.0), "n": jnp.ones((2, 1))})
     assert float(state.params[0]) == 1 - 3 * 3
     assert set(calls) == {(True, (), ())}
+
+
+def test_optimizer_states_of_python_numbers():
+    """A state that `tx` returns as Python numbers is an array of the old dtype afterwards; one compilation."""
+    tx = optax.GradientTransformation(
+        lambda params: {"count": 0, "rate": 0.5}, lambda updates, state, params=None: (updates, {"count": 7, "rate": 2})
+    )
+    step = jaxacc.make_step(linear_loss, tx)
+    state = step.init(jnp.ones(1))
+    for _ in range(2):
+        state, _ = step.update(state, {"x": jnp.ones((2, 1, 1)), "n": jnp.ones((2, 1))})
+    assert (state.opt_state["count"].dtype, state.opt_state["rate"].dtype) == (jnp.int32, jnp.float32)
+    assert (int(state.opt_state["count"]), float(state.opt_state["rate"])) == (7, 2)
+    assert step.update._cache_size() == 1
+
+
+def test_optimizers_that_need_the_gradient_in_the_parameters_dtype():
+    """`init` finds what cannot take float32 gradients of bf16 parameters, and the remedy it names works (case 201)."""
+    params = lm_params(dtype=jnp.bfloat16)
+    with pytest.raises(TypeError, match="equal output types") as raised:
+        jaxacc.make_step(lm_loss, optax.apply_if_finite(optax.adam(0.1), 3)).init(params)
+    assert "pass accumulator_dtype" in "".join(raised.value.__notes__)
+    step = jaxacc.make_step(lm_loss, optax.apply_if_finite(optax.adam(0.1), 3), accumulator_dtype=jnp.bfloat16)
+    state, info = step.update(step.init(params), jaxacc.split_batch(lm_batch(), accumulation_steps=4))
+    assert info.outcome == jaxacc.Outcome.APPLIED
+    assert difference(state.params["embed"], params["embed"]) > 1e-2
 
 
 def test_integer_leaves_do_not_decay():
