@@ -23,7 +23,7 @@ from problems import (
 )
 
 import jaxacc
-from benchmarks import layouts
+from benchmarks import layouts, topologies
 
 COUNTS = (0, 0, 0, 0, 1, 7, 16, 3, 2, 9, 5, 0, 13, 8, 4, 11)  # with 4 or 8 replicas the first has no token
 WEIGHTS = ("embed", "layers", "unused")
@@ -218,6 +218,17 @@ def test_one_reduction_per_window(layout):
     assert payloads[0] == payloads[1]
 
 
+@pytest.mark.parametrize("target", topologies.TARGETS)
+def test_one_reduction_on_accelerators(target):
+    """The same for a TPU v5e 2x4 and 8 H100s, where their compilers are installed; nothing runs."""
+    reason = topologies.missing(target)
+    if reason:
+        pytest.skip(reason)
+    output = topologies.run(target)
+    assert "failed" not in output, output
+    assert len(output.splitlines()) == len(layouts.LAYOUTS)
+
+
 def test_sharded_parameters_cross_within_the_loops():
     """FSDP is another bargain, and `check_reduction` says so; the accumulators are sharded like the parameters."""
     program, state = compiled("FSDP", 2)
@@ -350,7 +361,8 @@ def test_scan_outer_jit_and_a_current_mesh(types):
         state = step.init(lm_params())
         outer = jax.jit(step.update)
         for window in windows:
-            state, _ = outer(state, jax.device_put(window, NamedSharding(mesh, P(None, "data"))))
+            state, info = outer(state, jax.device_put(window, NamedSharding(mesh, P(None, "data"))))
+            assert info.outcome == jaxacc.Outcome.APPLIED
     for final in (scanned, state):
         assert_trees_close({name: final.params[name] for name in WEIGHTS}, expected, rtol=1e-4, atol=1e-4)
         assert final.opt_state[0].trace["embed"].sharding.spec == P("data")

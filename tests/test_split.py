@@ -92,6 +92,16 @@ def test_padding(array):
     assert full["row_mask"].all()
 
 
+def test_padding_to_a_stated_window():
+    """With both stated a short batch fills exactly A x m rows: the last window, or the rows of a short process."""
+    for rows in (1, 5, 6):
+        window = jaxacc.split_batch({"x": np.arange(rows)}, accumulation_steps=3, microbatch=2, pad=True)
+        assert window["x"].shape == window["row_mask"].shape == (3, 2)
+        assert sorted(window["x"][window["row_mask"]]) == list(range(rows))
+    none = jaxacc.split_batch({"x": np.ones(1), "row_mask": np.zeros(1, bool)}, accumulation_steps=3, microbatch=2, pad=True)
+    assert not none["row_mask"].any()
+
+
 @pytest.mark.parametrize(
     ("batch", "options", "message"),
     [
@@ -105,6 +115,12 @@ def test_padding(array):
         ({"x": np.ones(8)}, {"accumulation_steps": 0, "pad": True}, "accumulation_steps=0 is less than 1"),
         ({"x": np.ones(8)}, {"accumulation_steps": 2.0, "pad": True}, "not a whole number"),
         (np.ones(7), {"accumulation_steps": 2, "pad": True}, "must be a dict"),
+        (
+            {"x": np.ones(9)},
+            {"accumulation_steps": 2, "microbatch": 4, "pad": True},
+            r"9 rows, more than accumulation_steps 2 x microbatch 4 = 8\. Use more",
+        ),
+        ({"x": np.ones(9)}, {"accumulation_steps": 2, "microbatch": 0, "pad": True}, "microbatch=0 is less than 1"),
     ],
 )
 def test_batches_that_cannot_be_split(batch, options, message):
