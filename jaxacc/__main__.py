@@ -13,7 +13,7 @@ def main() -> None:
     missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"jaxacc: the command line needs {', '.join(missing)}. Install the extra: pip install 'jaxacc[run]'")
-    from jaxacc import distributed_initialize
+    from jaxacc._distributed import distributed_initialize
     from jaxacc.experiment.cli import main as run
 
     sys.exit(run(sys.argv[1:], connect=distributed_initialize))
