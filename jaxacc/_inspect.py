@@ -153,8 +153,8 @@ def _parse(line: str, computation: str, in_loop: bool, mesh: jax.sharding.Mesh |
     kind = opcode.removesuffix("-start")
     if kind not in KINDS:
         return None
-    if opcode.endswith("-start") and kind != "all-reduce":
-        shape = _elements(shape)[1]  # (operands, results, ...), where an all-reduce has its results alone
+    if opcode.endswith("-start") and (kind != "all-reduce" or shape.startswith("((")):
+        shape = _elements(shape)[1]  # (operands, results, ...), but an all-reduce may have its results alone
     groups = _groups(line, devices)
     size = sum(_bytes(*found) for found in _SHAPE.findall(shape))
     if kind == "reduce-scatter":

@@ -65,6 +65,7 @@ def test_follows_calls_into_loops(call, role):
         ("%r = (f32[16]{0}, bf16[8]{0}) all-reduce(%p, %q), replica_groups={}, to_apply=%add", "all-reduce", 80),
         ("%r = f32[16]{0:T(128)S(1)} all-reduce-start(%p), replica_groups={}, to_apply=%add", "all-reduce", 64),
         ("%r = (f32[16]{0}, f32[4]{0}) all-reduce-start(%p, %q), replica_groups={}, to_apply=%add", "all-reduce", 80),
+        ("%r = ((f32[16]{0}), f32[16]{0}) all-reduce-start(%p), replica_groups={}, to_apply=%add", "all-reduce", 64),
         ("%r = f32[4]{0} reduce-scatter(%p), replica_groups=[1,4]<=[4], dimensions={0}, to_apply=%add", "reduce-scatter", 64),
         ("%r = f32[4]{0} reduce-scatter(%p), replica_groups={}, dimensions={0}, to_apply=%add", "reduce-scatter", 64),
         (
