@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +15,26 @@ import tyro
 from jaxacc.experiment.config import Config, UserError, load, override, without_quantities
 
 
-def main(argv: list[str], *, connect: Callable[[], None] = lambda: None) -> int:
+@dataclass(frozen=True)
+class Processes:
+    """How several processes find each other. Left out: from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or
+    by what JAX detects (Slurm, Open MPI, Kubernetes), else a single process.
+    """
+
+    coordinator_address: str | None = None
+    """host:port of process 0."""
+    num_processes: int | None = None
+    """How many there are."""
+    process_id: int | None = None
+    """Which one this is, from 0."""
+    local_device_ids: tuple[int, ...] | None = None
+    """This host's devices of this process. Under Slurm a task gets one GPU by itself: name all for one task per host."""
+
+
+def main(argv: list[str], *, connect: Callable[..., None] = lambda **_: None) -> int:
     """Run the command line and return its exit status: 0, or 2 after one message about bad input.
 
-    `connect` is called once the options are read, before JAX is used: it joins the processes of a run.
+    `connect` is called with the fields of `Processes` once the options are read, before JAX is used.
     """
     try:
         app = _app(_file_config(argv), connect)
@@ -32,7 +50,7 @@ def _file_config(argv: list[str]) -> Config:
     return load(Path(named)) if named else Config()
 
 
-def _app(file: Config, connect: Callable[[], None]) -> tyro.extras.SubcommandApp:
+def _app(file: Config, connect: Callable[..., None]) -> tyro.extras.SubcommandApp:
     app = tyro.extras.SubcommandApp()
     defaults = without_quantities(file)
 
@@ -42,6 +60,7 @@ def _app(file: Config, connect: Callable[[], None]) -> tyro.extras.SubcommandApp
         config: Annotated[Config, tyro.conf.arg(name="")] = defaults,
         run_dir: Path | None = None,
         resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+        processes: Processes = Processes(),
     ) -> int:
         """Train a language model by exact gradient accumulation.
 
@@ -50,6 +69,7 @@ def _app(file: Config, connect: Callable[[], None]) -> tyro.extras.SubcommandApp
             config: The experiment.
             run_dir: A new folder for records, checkpoints and the sheet. Default: one under runs/, named by the time.
             resume: Continue the run in --run-dir from its newest checkpoint.
+            processes: How several processes find each other.
         """
         import jax
 
@@ -57,7 +77,10 @@ def _app(file: Config, connect: Callable[[], None]) -> tyro.extras.SubcommandApp
 
         if resume and run_dir is None:
             raise UserError("--resume needs the --run-dir of the run to continue.")
-        connect()
+        try:
+            connect(**dataclasses.asdict(processes))
+        except ValueError as error:
+            raise UserError(str(error)) from error
         if run_dir is None and jax.process_count() > 1:
             raise UserError("several processes need one folder that they share: state --run-dir.")
         run(override(file, config), run_dir or _fresh_folder(config_file), resume=resume)
