@@ -138,7 +138,8 @@ def make_step(
       has_aux: as for `accumulate`.
       fold: as for `accumulate`.
       accumulator_dtype: as for `accumulate`.
-      mesh: the devices to run on; its axes may be `Auto` or `Explicit`. None is one device.
+      mesh: the devices to run on; its axes may be `Auto` or `Explicit`. None is one device. State and info lie on the
+        `Auto` copy of it: while an `Explicit` one is current, read them as Python numbers or NumPy arrays.
       data_axes: the axes of `mesh` that split rows; None is `("data",)`. The others are the model's.
       params_specs: a tree prefix of `PartitionSpec`s for the parameters; None is as `init` finds them placed, replicated
         where that is not on `mesh`.

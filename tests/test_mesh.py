@@ -362,7 +362,7 @@ def test_scan_outer_jit_and_a_current_mesh(types):
         outer = jax.jit(step.update)
         for window in windows:
             state, info = outer(state, jax.device_put(window, NamedSharding(mesh, P(None, "data"))))
-            assert info.outcome == jaxacc.Outcome.APPLIED
+            assert int(info.outcome) == jaxacc.Outcome.APPLIED
     for final in (scanned, state):
         assert_trees_close({name: final.params[name] for name in WEIGHTS}, expected, rtol=1e-4, atol=1e-4)
         assert final.opt_state[0].trace["embed"].sharding.spec == P("data")
