@@ -270,7 +270,7 @@ def _count_rows(window: PyTree, replicas: int) -> tuple[jax.Array, jax.Array]:
 
 def _count_duplicates(layout: Layout | None, window: PyTree) -> jax.Array:
     """Real rows whose id occurred before in the window: neighbours that are equal once the ids are sorted."""
-    ids = window.get(ROW_IDS) if isinstance(window, dict) else None
+    ids = window.get(ROW_IDS) if isinstance(window, Mapping) else None
     if ids is None or not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim != 2:
         given = "none" if ids is None else f"{ids.dtype} {ids.shape}"
         raise ValueError(f"check_row_ids=True needs the leaf {ROW_IDS!r}, integers (A, rows), in a dict window; got {given}.")
