@@ -5,17 +5,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from jaxacc._split import ROW_IDS, ROW_MASK, solve_split
 
 ROW_POSITION = "row_position"
-POLICIES = ("process", "carry", "drop", "error")
-UNITS = ("updates", "examples", "tokens")
 FILL = {"labels": -100, "mask": 0}
 """What padding rows hold by default, in leaves of these names; in all other leaves they repeat the last real row."""
+
+Policy = Literal["process", "carry", "drop", "error"]
+"""What becomes of the rows that do not fill the last window of a pass."""
+
+Unit = Literal["updates", "examples", "tokens"]
+"""What the thresholds of a schedule count."""
 
 Row = Mapping[str, np.ndarray]
 Window = dict[str, np.ndarray]
@@ -31,7 +35,7 @@ class Schedule(NamedTuple):
     """
 
     steps: tuple[tuple[int, int], ...]
-    by: str = "updates"
+    by: Unit = "updates"
 
 
 class TokenBudget(NamedTuple):
@@ -90,7 +94,7 @@ class State(NamedTuple):
 class _Plan(NamedTuple):
     unit: int  # m·D, the rows of one microbatch index
     size: int | Schedule | TokenBudget  # an int is the effective batch
-    last: str
+    last: Policy
 
 
 class _Input(NamedTuple):
@@ -106,7 +110,7 @@ def windows(
     *,
     microbatch: int,
     accumulation_steps: int | Schedule | TokenBudget,
-    last: str,
+    last: Policy,
     replicas: int = 1,
     batched: bool = False,
     fill: Mapping[str, Any] | None = None,
@@ -119,9 +123,9 @@ def windows(
     """Group the rows of a source into windows: every leaf `(A, m·D, ...)`, filled microbatch by microbatch.
 
     Row `r` of the effective batch, in the order of the source, goes to microbatch index `r // (m·D)`. A window that is not
-    full has its padding in a tail of whole microbatches and one partial one, so that all replicas run out of rows at the
-    same index. The leaf `row_mask` (bool, `(A, m·D)`) is False in padding; `row_position` (int32, `(A, m·D)`) is `r`.
-    In several processes make the windows of all replicas in each, and keep the columns of its own for `place_window`.
+    full has its padding in a tail of whole microbatches and one partial one, so that replicas run out of rows within one
+    index of each other. The leaf `row_mask` (bool, `(A, m·D)`) is False in padding; `row_position` (int32, `(A, m·D)`) is
+    `r`. In several processes make the windows of all replicas in each, and keep the columns of its own for `place_window`.
 
     Args:
       source: examples, dicts of arrays without a row axis. One iteration over it is one pass, an epoch; several epochs
@@ -142,7 +146,8 @@ def windows(
         of one for each distinct `A`.
       check_row_ids: raise if a value of the leaf `row_ids` repeats within a pass.
       check_finite: raise on NaN or infinity in any leaf.
-      state: go on where another `Windows` with the same arguments stood. Rows it had read are read again and passed over.
+      state: go on where another `Windows` stood, over the same source. Rows it had read are read again and passed over.
+        Sizes and policy may change, unless more rows wait than the next window takes.
 
     Returns:
       A `Windows`: each `for` loop over it is one pass. `.counts` tells what became of the rows.
@@ -162,7 +167,9 @@ def windows(
     """
     plan = _make_plan(microbatch, accumulation_steps, replicas, last, counted=tokens is not None)
     options = _Input(batched, _token_counter(tokens), fill, check_row_ids, check_finite)
-    return Windows(source, plan, options, _largest(plan) if one_shape else 0, state or State())
+    state = state or State()
+    _check_state(plan, state)
+    return Windows(source, plan, options, _largest(plan) if one_shape else 0, state)
 
 
 class Windows:
@@ -170,11 +177,23 @@ class Windows:
 
     Each `for` loop is one pass over the source. A loop after a `break` goes on with the open pass, and so does one after an
     exception, which opens the source again and passes over the rows that were read.
+
+    >>> import jaxacc
+    >>> settings = {"microbatch": 1, "accumulation_steps": 2, "last": "carry"}
+    >>> stream = jaxacc.windows.windows([{"x": row} for row in range(5)], **settings)
+    >>> next(iter(stream))["x"].tolist()
+    [[0], [1]]
+    >>> again = jaxacc.windows.windows([{"x": row} for row in range(5)], **settings, state=stream.state)
+    >>> [window["x"].tolist() for window in again], again.counts.pending
+    ([[[2], [3]]], 1)
+    >>> window = again.flush()
+    >>> window["x"].tolist(), window["row_mask"].tolist()
+    ([[4], [4]], [[True], [False]])
     """
 
     def __init__(self, source: Source, plan: _Plan, options: _Input, padded: int, state: State) -> None:
         self._source, self._plan, self._options, self._padded = source, plan, options, padded
-        self._counts, self._read = state.counts, state.read
+        self._counts, self._read = Counts(*map(int, state.counts)), int(state.read)  # restored ones may be arrays
         self._pending: list[Row] = [{name: np.asarray(leaf) for name, leaf in row.items()} for row in state.pending]
         self._tokens = sum(map(options.tokens, self._pending))  # in the pending rows
         self._first: Row | None = self._pending[0] if self._pending else None
@@ -227,7 +246,7 @@ class Windows:
         """The rows of one pass, checked, with their tokens."""
         source, epoch, options = self._source, self._counts.epochs, self._options
         ids: set[bytes] = set()
-        items = source if isinstance(source, Iterable) else source(epoch)
+        items = source(epoch) if callable(source) else source
         for index, row in enumerate(_rows_of(items, options.batched)):
             where = f"row {index} of pass {epoch}"
             if index == 0:
@@ -270,7 +289,7 @@ class Windows:
         return left > 0 and last == "process"
 
 
-def parse_schedule(text: str, *, by: str = "updates") -> Schedule:
+def parse_schedule(text: str, *, by: Unit = "updates") -> Schedule:
     """Read a schedule of the effective batch: `"0:64 1000:128"` is 64 rows at first, and 128 from threshold 1000 on.
 
     A threshold that is crossed within a window counts from the next window on.
@@ -302,7 +321,7 @@ def count_windows(
     *,
     microbatch: int,
     accumulation_steps: int | Schedule | TokenBudget,
-    last: str,
+    last: Policy,
     replicas: int = 1,
     epochs: int = 1,
 ) -> int:
@@ -352,11 +371,13 @@ def _make_plan(
     microbatch: int,
     accumulation_steps: int | Schedule | TokenBudget,
     replicas: int,
-    last: str,
+    last: Policy,
     counted: bool,
 ) -> _Plan:
-    if last not in POLICIES:
-        raise ValueError(f"last={last!r} is not a policy for the last window of a pass. Use one of {', '.join(POLICIES)}.")
+    if last not in get_args(Policy):
+        raise ValueError(
+            f"last={last!r} is not a policy for the last window of a pass. Use one of {', '.join(get_args(Policy))}."
+        )
     unit = solve_split(microbatch=microbatch, accumulation_steps=1, replicas=replicas).effective_batch
     size = accumulation_steps
     if isinstance(size, Schedule):
@@ -377,8 +398,8 @@ def _make_plan(
 
 def _check_schedule(schedule: Schedule) -> Schedule:
     thresholds = [threshold for threshold, _ in schedule.steps]
-    if schedule.by not in UNITS:
-        raise ValueError(f"a schedule by {schedule.by!r} is not known. Use one of {', '.join(UNITS)}.")
+    if schedule.by not in get_args(Unit):
+        raise ValueError(f"a schedule by {schedule.by!r} is not known. Use one of {', '.join(get_args(Unit))}.")
     if thresholds[:1] != [0] or any(low >= high for low, high in pairwise(thresholds)):
         raise ValueError(f"the thresholds {thresholds} of the schedule must begin with 0 and increase, as in '0:64 1000:128'.")
     if min(rows for _, rows in schedule.steps) < 1:
@@ -433,6 +454,17 @@ def _rows_needed(plan: _Plan, counts: Counts, before: np.ndarray, start: int) ->
     rows = int(np.searchsorted(before, before[start] + plan.size.tokens)) - start
     steps = -(-rows // plan.unit)
     return plan.unit * min(steps, plan.size.most or steps)
+
+
+def _check_state(plan: _Plan, state: State) -> None:
+    most = (
+        plan.unit * (plan.size.most or 0) if isinstance(plan.size, TokenBudget) else _effective_batch(plan.size, state.counts)
+    )
+    if 0 < most <= len(state.pending):
+        raise ValueError(
+            f"in the state {len(state.pending)} rows wait, and the next window takes {most}. Resume with the sizes that it was "
+            "saved with, or flush() before the state is saved."
+        )
 
 
 def _steps(plan: _Plan, counts: Counts, rows: int) -> int:
