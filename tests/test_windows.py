@@ -129,7 +129,7 @@ def test_error_policy():
 
 def test_planted_mistakes_fail(monkeypatch):
     """The checks above see a lost row, a doubled row, a mask that counts padding, and a wrong order."""
-    right = jaxacc.windows._stack
+    right = jaxacc.windows.stack
 
     def lost(rows, *args):
         return right([*rows[1:], rows[-1]], *args)
@@ -144,10 +144,10 @@ def test_planted_mistakes_fail(monkeypatch):
         }
 
     for wrong in (lost, wide, strided):
-        monkeypatch.setattr(jaxacc.windows, "_stack", wrong)
+        monkeypatch.setattr(jaxacc.windows, "stack", wrong)
         with pytest.raises(AssertionError):
             check_stream(5, 2, "process", unit=2)
-    monkeypatch.setattr(jaxacc.windows, "_stack", right)
+    monkeypatch.setattr(jaxacc.windows, "stack", right)
     check_stream(5, 2, "process", unit=2)
 
     end_pass = jaxacc.windows.Windows._end_pass
