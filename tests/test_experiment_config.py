@@ -78,6 +78,8 @@ def test_bad_input_exits_with_2_and_writes_nothing(tmp_path, monkeypatch, capsys
     ("arguments", "message"),
     [
         (["train", "missing.toml"], "cannot read the config missing.toml"),
+        (["train", "--run-dir", "new", "config.toml"], "the config comes before the options: jaxacc train config.toml"),
+        (["train", "config.toml", "--optimizer.learning-rate", "nan"], "optimizer.learning_rate=nan must be a finite number"),
         (["train", "config.toml", "--resume"], "--resume needs the --run-dir"),
         (["train", "config.toml", "--resume", "--run-dir", "nowhere"], "nowhere is not a run folder"),
         (["train", "config.toml", "--run-dir", "."], "exists and is not empty"),

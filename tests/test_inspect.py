@@ -161,3 +161,30 @@ def test_check_reduction():
         jaxacc.check_reduction(compiled(lambda x: jax.lax.fori_loop(0, 3, lambda i, y: once(y), x)), params, mesh=mesh)
     with pytest.raises(ValueError, match="0 bytes are reduced"):
         jaxacc.check_reduction(compiled(jnp.sin), params, mesh=mesh)
+
+
+@pytest.mark.parametrize("wrong", ["hello", jax.jit(jnp.sin), jax.jit(jnp.sin).lower(1.0)], ids=["text", "jitted", "lowered"])
+def test_what_is_not_compiled_is_refused(wrong):
+    """An empty list would read as: nothing is communicated."""
+    with pytest.raises(ValueError, match=r"Pass a compiled program"):
+        jaxacc.inspect_collectives(wrong)
+
+
+def test_a_second_reduction_of_a_small_gradient_is_noticed():
+    """The allowance for scalars never covers the gradient itself."""
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
+
+    def program(times):
+        def f(x):
+            for _ in range(times):
+                x = jax.lax.optimization_barrier(jax.lax.psum(x, "data"))
+                x = jax.lax.pcast(x, "data", to="varying")
+            return jax.lax.psum(x, "data")
+
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P())
+        return jax.jit(mapped).lower(jnp.ones((8, 4))).compile()
+
+    params = jnp.ones((4, 4))
+    jaxacc.check_reduction(program(0), params, mesh=mesh)
+    with pytest.raises(ValueError, match="bytes are reduced"):
+        jaxacc.check_reduction(program(1), params, mesh=mesh)

@@ -37,22 +37,21 @@ def main(argv: list[str], *, connect: Callable[..., None] = lambda **_: None) ->
     `connect` is called with the fields of `Processes` once the options are read, before JAX is used.
     """
     try:
-        app = _app(_file_config(argv), connect)
+        app = _app(_named_config(argv), connect)
         return app.cli(args=argv, prog="jaxacc", description="Exact gradient accumulation for JAX.", registry=_registry())
     except UserError as error:
         print(f"jaxacc: {error}", file=sys.stderr)
         return 2
 
 
-def _file_config(argv: list[str]) -> Config:
+def _named_config(argv: list[str]) -> Config | None:
     """The config that the command names, read before the options are: it holds their defaults."""
-    named = argv[1] if len(argv) > 1 and not argv[1].startswith("-") else None
-    return load(Path(named)) if named else Config()
+    return load(Path(argv[1])) if len(argv) > 1 and not argv[1].startswith("-") else None
 
 
-def _app(file: Config, connect: Callable[..., None]) -> tyro.extras.SubcommandApp:
+def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.SubcommandApp:
     app = tyro.extras.SubcommandApp()
-    defaults = without_quantities(file)
+    defaults = without_quantities(file or Config())
 
     @app.command
     def train(
@@ -75,6 +74,8 @@ def _app(file: Config, connect: Callable[..., None]) -> tyro.extras.SubcommandAp
 
         from jaxacc.experiment.run import train as run
 
+        if file is None:
+            raise UserError(f"the config comes before the options: jaxacc train {config_file} ...")
         if resume and run_dir is None:
             raise UserError("--resume needs the --run-dir of the run to continue.")
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -101,9 +102,9 @@ class OptimizerConfig:
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """From the peak down to a tenth of it over the run, or constant. It counts applied updates."""
     warmup: int = _number(0, minimum=0)
-    """Updates of linear warmup from 0."""
-    clip: float | None = _number(1.0, above=0)
-    """Largest global gradient norm."""
+    """Updates of linear warmup, the first at peak / warmup."""
+    clip: float = _number(1.0, minimum=0)
+    """Largest global gradient norm; 0: no clipping."""
     weight_decay: float = _number(0.1, minimum=0)
     """Decoupled weight decay of matrices, not of norm scales (adamw)."""
     b1: float = _number(0.9, minimum=0, below=1)
@@ -118,7 +119,7 @@ class OptimizerConfig:
 class CheckpointConfig:
     """Orbax checkpoints."""
 
-    every: int = _number(0, minimum=0)
+    every: int = _number(100, minimum=0)
     """Updates between checkpoints; 0: at the end only."""
     keep: int = _number(2, minimum=1)
     """Newest checkpoints kept."""
@@ -254,6 +255,9 @@ def _bound_faults(node: Any, prefix: str) -> Iterator[str]:
             yield from _bound_faults(value, f"{name}.")
         elif value is not None and item.metadata:
             bounds = item.metadata
+            if not math.isfinite(value):
+                yield f"{name}={value} must be a finite number."
+                continue
             if value < bounds.get("minimum", value):
                 yield f"{name}={value} must be at least {bounds['minimum']}."
             if "above" in bounds and value <= bounds["above"]:

@@ -19,7 +19,7 @@ def build(config: OptimizerConfig, updates: int) -> tuple[optax.GradientTransfor
         core = optax.sgd(rate, momentum=config.b1 or None)
     else:
         core = optax.adafactor(rate)
-    clip = [] if config.clip is None else [optax.clip_by_global_norm(config.clip)]
+    clip = [optax.clip_by_global_norm(config.clip)] if config.clip else []
     return optax.chain(*clip, core), rate
 
 
@@ -32,7 +32,8 @@ def _schedule(config: OptimizerConfig, updates: int) -> optax.Schedule:
     }[config.schedule]
     if config.warmup == 0:
         return decay
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, config.warmup), decay], [config.warmup])
+    rise = optax.linear_schedule(peak / config.warmup, peak, max(config.warmup - 1, 1))
+    return optax.join_schedules([rise, decay], [config.warmup])
 
 
 def _is_matrix(params: Any) -> Any:

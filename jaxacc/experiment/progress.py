@@ -63,5 +63,5 @@ def _plain(console: Console, done: int, updates: int) -> Report:
 
 
 def _text(record: dict[str, Any], tokens_per_second: float) -> str:
-    loss = "not finite" if record["outcome"] == "SKIPPED_NONFINITE" else f"{record['loss']:.4f}"
-    return f"loss {loss}  {tokens_per_second:,.0f} tokens/s"
+    outcome = "" if record["outcome"] == "APPLIED" else f"  {record['outcome']}"
+    return f"loss {record['loss']:.4f}{outcome}  {tokens_per_second:,.0f} tokens/s"

@@ -97,7 +97,11 @@ def train(config: Config, run_dir: Path, *, resume: bool) -> dict[str, Any]:
         start, state = _restore(experiment, run_dir, console)
     compiled = _compile(experiment, state)
     multihost_utils.sync_global_devices("every process has checked its input")
-    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the run folder {run_dir}: {error.strerror}. Give another --run-dir.") from error
+    console.print(f"run folder {run_dir}", soft_wrap=True)
     if writes:
         write_json(run_dir / "config.json", to_tree(config))
     checkpoints = open_checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep)
@@ -112,6 +116,7 @@ def train(config: Config, run_dir: Path, *, resume: bool) -> dict[str, Any]:
     if writes:
         write_json(run_dir / "sheet.json", result)
     sheet.show(result, console)
+    console.print(f"run folder {run_dir}", soft_wrap=True)
     return result
 
 
@@ -196,7 +201,8 @@ def _loop(
                 recorder.flush()
                 if due[0] or attempted == plan.updates:
                     evaluation(attempted)
-                checkpoints.save(attempted, state, meta)
+                if due[1] or attempted == plan.updates:
+                    checkpoints.save(attempted, state, meta)
                 recorder.restart_clock()
     return state
 
@@ -249,6 +255,10 @@ def _restore(experiment: Experiment, run_dir: Path, console: Console) -> tuple[i
         console.print(f"no checkpoint in {run_dir} yet: starting from update 0", soft_wrap=True)
         return 0, experiment.state
     _check_same(checkpoints.meta(attempted), experiment, run_dir)
+    if attempted > experiment.plan.updates:
+        raise UserError(
+            f"{run_dir} has run {attempted} updates already, and the duration is {experiment.plan.updates}. State a longer one."
+        )
     state = checkpoints.restore(attempted, experiment.state)
     checkpoints.close()
     console.print(f"resuming after update {attempted} of {experiment.plan.updates}", soft_wrap=True)
@@ -298,6 +308,7 @@ def _sheet(experiment: Experiment, state: TrainState, compiled: Any, records: Re
     return {
         "microbatch": split.microbatch, "accumulation_steps": split.accumulation_steps, "replicas": split.replicas,
         "effective_batch": split.effective_batch, "attempted": int(ledger.attempted), "applied": int(ledger.applied),
+        "skipped": int(ledger.attempted) - int(ledger.applied),
         "microbatches": int(ledger.microbatches), "examples": int(ledger.examples),
         "supervised_tokens": int(ledger.tokens),
         "precision": f"{experiment.config.model.dtype} computation, float32 parameters and sums",
