@@ -214,4 +214,9 @@ def check_window(window: PyTree) -> tuple[int, int]:
 
 def row_mask_of(window: PyTree) -> Any:
     """The reserved leaf `row_mask` of a dict window or microbatch, or None."""
-    return window.get(ROW_MASK) if isinstance(window, Mapping) else None
+    return reserved_leaf(window, ROW_MASK)
+
+
+def reserved_leaf(window: PyTree, name: str) -> Any:
+    """A leaf whose name has a meaning, of a dict window or microbatch, or None."""
+    return window.get(name) if isinstance(window, Mapping) else None

@@ -29,7 +29,7 @@ from jaxacc._mesh import (
     on_mesh,
     sums_on,
 )
-from jaxacc._split import ROW_IDS, check_window, row_mask_of
+from jaxacc._split import ROW_IDS, check_window, reserved_leaf, row_mask_of
 from jaxacc._tree import PyTree, all_finite, cast_like, copy, merge, partition
 
 
@@ -270,7 +270,7 @@ def _count_rows(window: PyTree, replicas: int) -> tuple[jax.Array, jax.Array]:
 
 def _count_duplicates(layout: Layout | None, window: PyTree) -> jax.Array:
     """Real rows whose id occurred before in the window: neighbours that are equal once the ids are sorted."""
-    ids = window.get(ROW_IDS) if isinstance(window, Mapping) else None
+    ids = reserved_leaf(window, ROW_IDS)
     if ids is None or not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim != 2:
         given = "none" if ids is None else f"{ids.dtype} {ids.shape}"
         raise ValueError(f"check_row_ids=True needs the leaf {ROW_IDS!r}, integers (A, rows), in a dict window; got {given}.")

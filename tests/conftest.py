@@ -27,3 +27,11 @@ def x64():
     """Float64 on, for comparisons with an oracle."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def config(request, tmp_path_factory):
+    """The path of a file that holds the test module's `CONFIG`."""
+    path = tmp_path_factory.mktemp("config") / "tiny.toml"
+    path.write_text(request.module.CONFIG)
+    return str(path)

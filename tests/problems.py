@@ -11,12 +11,12 @@ VOCABULARY, WIDTH, LAYERS, LENGTH = 11, 6, 3, 16
 COUNTS = (0, 1, 2, 3, 5, 8, 13, 16)  # valid tokens per row
 
 
-def lm_params(seed=0, dtype=jnp.float32):
+def lm_params(seed=0, dtype=jnp.float32, vocabulary=VOCABULARY, width=WIDTH):
     """A tied, gathered embedding, scanned layers, and leaves that get no gradient: unused, integer, None."""
     rng = np.random.default_rng(seed)
     return {
-        "embed": jnp.asarray(rng.normal(size=(VOCABULARY, WIDTH)), dtype),
-        "layers": {"mix": jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)) * 0.4, dtype)},
+        "embed": jnp.asarray(rng.normal(size=(vocabulary, width)), dtype),
+        "layers": {"mix": jnp.asarray(rng.normal(size=(LAYERS, width, width)) * 0.4, dtype)},
         "unused": jnp.ones(3, dtype),
         "table": jnp.arange(4),
         "absent": None,

@@ -34,13 +34,6 @@ every = 2
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("config") / "tiny.toml"
-    path.write_text(CONFIG)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def train(config, tmp_path_factory):
     """Run once per list of options; gives the run folder."""
     folders = {}

@@ -54,13 +54,6 @@ def lines(path):
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    path = tmp_path_factory.mktemp("config") / "tiny.toml"
-    path.write_text(CONFIG)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def run(config, tmp_path_factory):
     """A run that was never stopped."""
     folder = tmp_path_factory.mktemp("runs") / "whole"

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import problems
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -34,15 +35,8 @@ def mesh_of(shape=(2,), names=("data",), types=AxisType.Auto):
 
 
 def lm_params(dtype=jnp.float32):
-    """A tied, gathered embedding and scanned layers, of sizes that 8 divides; and leaves that nothing divides."""
-    rng = np.random.default_rng(0)
-    return {
-        "embed": jnp.asarray(rng.normal(size=(16, 8)), dtype),
-        "layers": {"mix": jnp.asarray(rng.normal(size=(3, 8, 8)) * 0.4, dtype)},
-        "unused": jnp.ones(3, dtype),
-        "table": jnp.arange(4),
-        "absent": None,
-    }
+    """The problem in sizes that 8 divides, beside leaves that nothing divides."""
+    return problems.lm_params(dtype=dtype, vocabulary=16, width=8)
 
 
 def optimizer():

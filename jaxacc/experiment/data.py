@@ -185,10 +185,12 @@ def _split(documents: list[bytes], share: float) -> tuple[list[bytes], list[byte
     by_digest = sorted(range(len(documents)), key=lambda index: hashlib.sha256(documents[index]).digest())
     wanted = share * sum(map(len, documents))
     chosen: set[int] = set()
+    held = 0
     for index in by_digest[:-1]:
-        if chosen and sum(len(documents[i]) for i in chosen) + len(documents[index]) / 2 > wanted:
+        if chosen and held + len(documents[index]) / 2 > wanted:
             continue
         chosen.add(index)
+        held += len(documents[index])
     parts = [[doc for i, doc in enumerate(documents) if (i in chosen) is held_out] for held_out in (False, True)]
     return parts[0], parts[1]
 

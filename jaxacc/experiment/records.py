@@ -19,15 +19,15 @@ class Records:
         """
         self.first: dict[str, Any] | None = None
         self.last: dict[str, Any] | None = None
-        kept = b""
+        kept = []
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
             if not line.endswith(b"\n") or (record := json.loads(line))["attempted"] > upto:
                 break
             self._remember(record)
-            kept += line
+            kept.append(line)
         self._file = None
         if writes:
-            write_atomically(path, kept)
+            write_atomically(path, b"".join(kept))
             self._file = path.open("a", encoding="utf-8")
 
     def append(self, record: dict[str, Any]) -> None:
