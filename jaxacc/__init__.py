@@ -25,5 +25,6 @@ from jaxacc._step import Step as Step
 from jaxacc._step import StepInfo as StepInfo
 from jaxacc._step import TrainState as TrainState
 from jaxacc._step import make_step as make_step
+from jaxacc._stream import Accumulator as Accumulator
 
 __version__ = "0.1.0"

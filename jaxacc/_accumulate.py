@@ -158,7 +158,7 @@ def window_sums(
         weight = _sum_weights(weights, axes)
         sums, grads = _pull_inhabited(sums, pull, seed_of(weight), start_of(structure), accumulators)
     else:
-        weights = weigh(value_of, trainable, window, key, axes)
+        weights = weigh(value_of, trainable, window, key, axes, structure)
         weight = _sum_weights(weights, axes)
         sums, grads = fold_gradients(
             value_of, trainable, window, key, axes=axes, weights=weights, seed=seed_of(weight),
@@ -167,7 +167,7 @@ def window_sums(
     loss, metrics = sums
     total, grads = (reduce or _psum_over(axes))(loss.total, grads)
     if narrow:
-        grads = jax.tree.map(lambda grad: grad * _reciprocal(weight, grad.dtype), grads)
+        grads = divide_by(weight, grads)
     return Mean(total, weight), reduce_over(axes, metrics), grads
 
 
@@ -203,6 +203,11 @@ def _psum_over(axes: tuple[str, ...]) -> Callable[[jax.Array, PyTree], tuple[jax
 def _sum_weights(weights: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     weight = jnp.sum(weights, dtype=weights.dtype)
     return jax.lax.psum(weight, axes) if axes else weight
+
+
+def divide_by(weight: jax.Array, grads: PyTree) -> PyTree:
+    """Summed gradients over the weight, 0 where that is 0."""
+    return jax.tree.map(lambda grad: grad * _reciprocal(weight, grad.dtype), grads)
 
 
 def _reciprocal(weight: jax.Array, dtype: Any) -> jax.Array:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxacc._contract import Sums
 from jaxacc._keys import microbatch_key
 from jaxacc._mean import identity, merge
+from jaxacc._split import row_mask_of
 from jaxacc._tree import PyTree, vary, varying_axes
 
 FoldName = Literal["auto", "in_place", "carry"]
@@ -43,17 +44,28 @@ def microbatches(window: PyTree) -> tuple[jax.Array, PyTree]:
     return jnp.arange(steps, dtype=jnp.int32), window
 
 
-def weigh(value_of: ValueOf, trainable: PyTree, window: PyTree, key: Any, axes: tuple[str, ...]) -> jax.Array:
+def unless_padding(microbatch: PyTree, compute: Callable[[], Any], otherwise: Any) -> Any:
+    """`compute()`, or `otherwise` and nothing computed where `row_mask` says that no row is real."""
+    mask = row_mask_of(microbatch)
+    return compute() if mask is None else jax.lax.cond(jnp.any(mask), compute, lambda: otherwise)
+
+
+def weigh(value_of: ValueOf, trainable: PyTree, window: PyTree, key: Any, axes: tuple[str, ...], structure: Sums) -> jax.Array:
     """The weight of every microbatch, `(A,)`.
 
     Nothing but the weights is kept, so XLA drops the forward pass where they depend on the data only. Where they depend
     on the parameters this costs one forward pass.
     """
+    nothing = jnp.asarray(start_of(structure)[0].weight)
 
     def weight_of(_: None, x: tuple[jax.Array, PyTree]) -> tuple[None, jax.Array]:
         index, microbatch = x
-        loss, _metrics = value_of(trainable, microbatch, microbatch_key(key, index, axes))
-        return None, jnp.asarray(loss.weight)
+
+        def weight() -> jax.Array:
+            loss, _metrics = value_of(trainable, microbatch, microbatch_key(key, index, axes))
+            return jnp.asarray(loss.weight)
+
+        return None, unless_padding(microbatch, weight, nothing)
 
     return jax.lax.scan(weight_of, None, microbatches(window))[1]
 
@@ -67,10 +79,12 @@ def fold_values(value_of: ValueOf, trainable: PyTree, window: PyTree, structure:
     """Sum loss and metrics without gradients and without randomness; microbatches of weight 0 contribute nothing."""
 
     def add(sums: Sums, microbatch: PyTree) -> tuple[Sums, None]:
-        more = value_of(trainable, microbatch, None)
-        inhabited = more[0].weight != 0
-        merged = merge(sums, more)
-        return jax.tree.map(lambda new, old: jnp.where(inhabited, new, old), merged, sums), None
+        def merged() -> Sums:
+            more = value_of(trainable, microbatch, None)
+            inhabited = more[0].weight != 0
+            return jax.tree.map(lambda new, old: jnp.where(inhabited, new, old), merge(sums, more), sums)
+
+        return unless_padding(microbatch, merged, sums), None
 
     return jax.lax.scan(add, start_of(structure), window)[0]
 
@@ -84,6 +98,33 @@ def pull_back(value_of: ValueOf, trainable: PyTree, microbatch: PyTree, key: Any
 
     _, pull, sums = jax.vjp(total_of, trainable, has_aux=True)
     return sums, pull
+
+
+def fold_microbatch(
+    value_of: ValueOf, trainable: PyTree, microbatch: PyTree, key: Any, *, sums: Sums, accumulators: PyTree, in_place: bool
+) -> tuple[Sums, PyTree]:
+    """Add the sums and the gradient of one microbatch to those so far, unless its weight is 0.
+
+    The accumulators have a leading axis of 1, and keep it while they are added to: XLA copies a sum that it has to reshape.
+    """
+    more, pull = pull_back(value_of, trainable, microbatch, key)
+    inhabited, seed = more[0].weight != 0, jnp.ones_like(more[0].total)
+    sums = jax.tree.map(lambda new, old: jnp.where(inhabited, new, old), merge(sums, more), sums)
+
+    def add_in_place() -> PyTree:
+        refs = jax.tree.map(lambda leaf: jax.new_ref(leaf[0]), accumulators)
+        pull.with_refs(refs)(seed)
+        return jax.tree.map(lambda ref: jax.freeze(ref)[None], refs)
+
+    if in_place:
+        return sums, jax.lax.cond(inhabited, add_in_place, lambda: accumulators)
+    grad = jax.lax.cond(inhabited, lambda: pull(seed)[0], lambda: jax.tree.map(jnp.zeros_like, trainable))
+    return sums, add_gradient(accumulators, jax.tree.map(lambda leaf: leaf[None], grad))
+
+
+def add_gradient(accumulators: PyTree, grad: PyTree) -> PyTree:
+    """The sums of gradients with one more, in the dtype of the sums."""
+    return jax.tree.map(lambda total, term: total + term.astype(total.dtype), accumulators, grad)
 
 
 def fold_gradients(
@@ -115,8 +156,7 @@ def fold_gradients(
             if in_place:
                 pull.with_refs(refs)(seed)
             else:
-                (grad,) = pull(seed)
-                grads = jax.tree.map(lambda total, term: total + term.astype(total.dtype), grads, grad)
+                grads = add_gradient(grads, pull(seed)[0])
             return merge(sums, more), grads
 
         return jax.lax.cond(x[1] != 0, evaluate, lambda carry: carry, carry), None

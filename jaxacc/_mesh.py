@@ -18,7 +18,7 @@ from jaxacc._accumulate import Evaluation, evaluate_window, window_sums
 from jaxacc._contract import LossFn
 from jaxacc._mean import Mean
 from jaxacc._split import check_window
-from jaxacc._tree import PyTree, is_inexact
+from jaxacc._tree import PyTree, is_inexact, partition
 
 
 @jax.tree_util.register_static
@@ -66,6 +66,13 @@ class Layout:
     def params_shardings(self, params: PyTree) -> PyTree:
         """The `NamedSharding` of every parameter."""
         return jax.tree.unflatten(jax.tree.structure(params), map(self._named, self.params_specs))
+
+    def accumulator_shardings(self, params: PyTree, accumulator: Any) -> Any:
+        """The `NamedSharding` of every leaf of an `Accumulator`: its leading axis over the replicas that fold on their own."""
+        entries = self.data_axes if self.is_manual else None
+        grads = [self._named(P(entries, *spec)) for _, _, spec in self._trainable(params)]
+        grads = jax.tree.unflatten(jax.tree.structure(accumulator.grads), grads)
+        return jax.tree.map(lambda _: self._named(P(entries)), accumulator)._replace(grads=grads)
 
     def unsharded(self, params: PyTree) -> tuple[str, ...]:
         """Leaves that `shard_optimizer` leaves whole, for want of a free dimension that `replicas` divides."""
@@ -260,21 +267,14 @@ def sums_on(
     if layout is None or not layout.is_manual:
         loss, metrics, grads = window_sums(loss_fn, params, window, key, axes=(), **options)
         return loss, metrics, constrain_update(layout, params, grads)
-    dimensions = _reduced_dimensions(layout, params)
-    structure: Any = None
+    reduce = reduction(layout, params, reduction_dtype)
 
-    def on_replica(params: PyTree, window: PyTree, key: Any) -> tuple[Mean, PyTree, list[jax.Array]]:
-        nonlocal structure
-        reduce = _reduction(layout.data_axes, dimensions, reduction_dtype)
-        loss, metrics, grads = window_sums(loss_fn, params, window, key, axes=layout.data_axes, reduce=reduce, **options)
-        leaves, structure = jax.tree.flatten(grads)
-        return loss, metrics, leaves
+    def on_replica(params: PyTree, window: PyTree, key: Any) -> tuple[Mean, PyTree, PyTree]:
+        return window_sums(loss_fn, params, window, key, axes=layout.data_axes, reduce=reduce, **options)
 
-    scattered = [P() if d is None else P(*[None] * d, layout.data_axes) for d in dimensions]
-    loss, metrics, leaves = _manual(layout, on_replica, (P(), P(None, layout.data_axes), P()), (P(), P(), scattered))(
-        params, window, key
-    )
-    return loss, metrics, constrain_update(layout, params, jax.tree.unflatten(structure, leaves))
+    out_specs = (P(), P(), reduced_specs(layout, params, partition(params)[0]))
+    loss, metrics, grads = manual(layout, on_replica, (P(), P(None, layout.data_axes), P()), out_specs)(params, window, key)
+    return loss, metrics, constrain_update(layout, params, grads)
 
 
 def evaluate_on(layout: Layout | None, loss_fn: LossFn, params: PyTree, window: PyTree, *, has_aux: bool) -> Evaluation:
@@ -285,12 +285,21 @@ def evaluate_on(layout: Layout | None, loss_fn: LossFn, params: PyTree, window: 
     def on_replica(params: PyTree, window: PyTree) -> Evaluation:
         return evaluate_window(loss_fn, params, window, has_aux=has_aux, axes=layout.data_axes)
 
-    return _manual(layout, on_replica, (P(), P(None, layout.data_axes)), P())(params, window)
+    return manual(layout, on_replica, (P(), P(None, layout.data_axes)), P())(params, window)
 
 
-def _manual(layout: Layout, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def manual(layout: Layout, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` on every replica, with its own part of what the specs split."""
     axes = set(layout.data_axes)
     return jax.shard_map(function, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
+
+
+def reduced_specs(layout: Layout | None, params: PyTree, grads: PyTree) -> PyTree:
+    """The spec of every gradient that `reduction` gives."""
+    if layout is None:
+        return P()
+    specs = [P() if d is None else P(*[None] * d, layout.data_axes) for d in _reduced_dimensions(layout, params)]
+    return jax.tree.unflatten(jax.tree.structure(grads), specs)
 
 
 def _reduced_dimensions(layout: Layout, params: PyTree) -> list[int | None]:
@@ -303,8 +312,11 @@ def _reduced_dimensions(layout: Layout, params: PyTree) -> list[int | None]:
     ]
 
 
-def _reduction(axes: tuple[str, ...], dimensions: list[int | None], dtype: Any) -> Callable[..., Any]:
+def reduction(layout: Layout | None, params: PyTree, dtype: Any) -> Callable[..., Any]:
     """Sum the loss and every gradient over the replicas: one all-reduce, and one reduce-scatter per scattered leaf."""
+    if layout is None or not layout.is_manual:
+        return lambda total, grads: (total, grads)
+    axes, dimensions = layout.data_axes, _reduced_dimensions(layout, params)
 
     def reduce(total: jax.Array, grads: PyTree) -> tuple[jax.Array, PyTree]:
         leaves, structure = jax.tree.flatten(grads)

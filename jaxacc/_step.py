@@ -30,6 +30,7 @@ from jaxacc._mesh import (
     sums_on,
 )
 from jaxacc._split import ROW_IDS, check_window, reserved_leaf, row_mask_of
+from jaxacc._stream import Accumulator, add_on, begin_on, reduce_on
 from jaxacc._tree import PyTree, all_finite, cast_like, copy, merge, partition
 
 
@@ -84,17 +85,33 @@ class StepInfo(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The functions of a training step, see `make_step`.
+    """The functions of a training step, see `make_step`. All but `init` are `jax.jit` objects.
+
+    A window that is too large to be resident, or that is made while it runs, is streamed:
+
+        accumulator = step.begin(state, microbatch)             # of the first microbatch only the shapes matter
+        for microbatch in microbatches:                         # leaves (m·D, ...)
+            accumulator = step.add(accumulator, state, microbatch)
+        state, info = step.finish(accumulator, state)
+
+    gives the update of the same microbatches in one window. Between two of them `accumulator` is a plain pytree.
 
     Attributes:
       init: `init(params, *, key=None) -> TrainState`. Copies: your arrays stay valid after the state is donated.
-      update: `update(state, window) -> (TrainState, StepInfo)`, a `jax.jit` object that donates `state`.
-      evaluate: `evaluate(state, window) -> Evaluation`, a `jax.jit` object. No randomness, nothing moves.
+      update: `update(state, window) -> (TrainState, StepInfo)`; donates `state`.
+      evaluate: `evaluate(state, window) -> Evaluation`. No randomness, nothing moves.
+      begin: `begin(state, microbatch, saved=None) -> Accumulator`: empty, or what was saved, for the replicas of this step.
+      add: `add(accumulator, state, microbatch) -> Accumulator`; donates the accumulator, communicates nothing.
+      finish: `finish(accumulator, state) -> (TrainState, StepInfo)`: the one reduction, division and
+        update; donates the state.
     """
 
     init: Callable[..., TrainState]
     update: Any
     evaluate: Any
+    begin: Any
+    add: Any
+    finish: Any
 
 
 def make_step(
@@ -148,7 +165,7 @@ def make_step(
       check_row_ids: count `info.duplicate_rows` from the integer leaf `row_ids`, `(A, m·D)`, of a dict window.
 
     Returns:
-      `Step(init, update, evaluate)`. The leading axis of the window is `A`: windows of one shape compile once, and
+      A `Step`. The leading axis of the window is `A`: windows of one shape compile once, and
       `jax.lax.scan(step.update, state, windows)` runs several. The arrays of a `state` given to `update` are gone.
 
     Raises:
@@ -191,19 +208,37 @@ def make_step(
                 layout, loss_fn, state.params, window, window_key(state.key, state.ledger.attempted), has_aux=has_aux,
                 fold=fold, accumulator_dtype=accumulator_dtype, reduction_dtype=reduction_dtype,
             )  # fmt: skip
-            outcome = _outcome(loss, grads)
-            params, opt_state = _gated_update(transform, outcome == Outcome.APPLIED, state, grads, loss.value)
             examples, real_microbatches = _count_rows(window, layout.replicas if layout is not None else 1)
-            tokens = _count_tokens(loss, metrics)
-            ledger = state.ledger.record(
-                microbatches=real_microbatches, applied=outcome == Outcome.APPLIED, examples=examples, tokens=tokens
-            )
-            info = StepInfo(
-                loss=loss.value, weight=jnp.asarray(loss.weight), grad_norm=optax.tree.norm(grads), outcome=outcome,
-                examples=examples, tokens=tokens, metrics=metrics,
-                duplicate_rows=_count_duplicates(layout, window) if check_row_ids else None,
+            duplicates = _count_duplicates(layout, window) if check_row_ids else None
+            return _conclude(transform, state, loss, metrics, grads, examples, real_microbatches, duplicates)
+
+    def begin(state: TrainState, microbatch: PyTree, saved: Accumulator | None = None) -> Accumulator:
+        layout = _check_layout(state.layout, mesh)
+        if check_row_ids:
+            raise ValueError("check_row_ids=True compares the rows of a window, which a streamed one does not hold.")
+        with on_mesh(layout):
+            state, window = constrain_state(layout, state), constrain_window(layout, _window_of(microbatch))
+            return begin_on(
+                layout, loss_fn, state.params, window, window_key(state.key, state.ledger.attempted), saved, has_aux=has_aux,
+                accumulator_dtype=accumulator_dtype,
             )  # fmt: skip
-            return constrain_state(layout, TrainState(params, opt_state, state.key, ledger, layout)), info
+
+    def add(accumulator: Accumulator, state: TrainState, microbatch: PyTree) -> Accumulator:
+        layout = _check_layout(state.layout, mesh)
+        with on_mesh(layout):
+            state, window = constrain_state(layout, state), constrain_window(layout, _window_of(microbatch))
+            return add_on(
+                layout, loss_fn, accumulator, state.params, window, window_key(state.key, state.ledger.attempted),
+                has_aux=has_aux, fold=fold,
+            )  # fmt: skip
+
+    def finish(accumulator: Accumulator, state: TrainState) -> tuple[TrainState, StepInfo]:
+        layout = _check_layout(state.layout, mesh)
+        with on_mesh(layout):
+            state = constrain_state(layout, state)
+            sums, grads = reduce_on(layout, accumulator, state.params, reduction_dtype=reduction_dtype)
+            examples, real_microbatches = sums.examples.value, sums.microbatches.value
+            return _conclude(transform, state, sums.loss, sums.metrics, grads, examples, real_microbatches, None)
 
     def evaluate(state: TrainState, window: PyTree) -> Evaluation:
         layout = _check_layout(state.layout, mesh)
@@ -211,7 +246,14 @@ def make_step(
             state, window = constrain_state(layout, state), constrain_window(layout, window)
             return evaluate_on(layout, loss_fn, state.params, window, has_aux=has_aux)
 
-    return Step(init, jax.jit(update, donate_argnums=0), jax.jit(evaluate))
+    return Step(
+        init, jax.jit(update, donate_argnums=0), jax.jit(evaluate),
+        jax.jit(begin), jax.jit(add, donate_argnums=0), jax.jit(finish, donate_argnums=1),
+    )  # fmt: skip
+
+
+def _window_of(microbatch: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], microbatch)
 
 
 def _check_mesh(mesh: Any, data_axes: Any, *only_on_a_mesh: Any) -> tuple[jax.sharding.Mesh | None, tuple[str, ...]]:
@@ -234,6 +276,24 @@ def _check_layout(layout: Layout | None, mesh: jax.sharding.Mesh | None) -> Layo
             "layout over: state._replace(layout=step.init(params).layout)."
         )
     return layout
+
+
+def _conclude(
+    transform: optax.GradientTransformationExtraArgs, state: TrainState, loss: Mean, metrics: PyTree, grads: PyTree,
+    examples: jax.Array, microbatches: jax.Array, duplicates: jax.Array | None,
+) -> tuple[TrainState, StepInfo]:  # fmt: skip
+    """Gate the gradient of a whole window, apply one update, and count."""
+    outcome = _outcome(loss, grads)
+    params, opt_state = _gated_update(transform, outcome == Outcome.APPLIED, state, grads, loss.value)
+    tokens = _count_tokens(loss, metrics)
+    ledger = state.ledger.record(
+        microbatches=microbatches, applied=outcome == Outcome.APPLIED, examples=examples, tokens=tokens
+    )
+    info = StepInfo(
+        loss=loss.value, weight=jnp.asarray(loss.weight), grad_norm=optax.tree.norm(grads), outcome=outcome,
+        examples=examples, tokens=tokens, metrics=metrics, duplicate_rows=duplicates,
+    )  # fmt: skip
+    return constrain_state(state.layout, state._replace(params=params, opt_state=opt_state, ledger=ledger)), info
 
 
 def _outcome(loss: Mean, grads: PyTree) -> jax.Array:

@@ -484,3 +484,26 @@ def test_strict_promotion(fold, strict):
     state, info = step.update(state, window)
     assert float(step.evaluate(state, window).loss.value) == pytest.approx(0, abs=1e-6)
     assert int(info.tokens) == 7
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_padding_is_not_computed(devices):
+    """Of 2 x 4 microbatches with 3 real ones, update and evaluate compute 3, also where the weight depends on the forward."""
+    computed = []
+
+    def loss_fn(params, microbatch, key):
+        jax.debug.callback(lambda x: computed.append(float(x)), microbatch["x"][0], ordered=False)
+        return jaxacc.Mean(microbatch["x"] * params, jax.nn.sigmoid(params) * jnp.ones_like(microbatch["x"]))
+
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]) if devices == 2 else None
+    step = jaxacc.make_step(loss_fn, optax.sgd(0.1), mesh=mesh)
+    real = np.array([[1, 1], [1, 0], [0, 0], [0, 0]], bool)
+    if devices == 1:
+        real = real.reshape(8, 1)
+    window = {"x": jnp.where(real, 2.0, 7.0), "row_mask": real}
+    state = step.init(jnp.ones(()))
+    for function, passes in ((step.evaluate, 1), (step.update, 2)):  # weights first, then the gradient
+        computed.clear()
+        jax.block_until_ready(function(state, window))
+        jax.effects_barrier()
+        assert computed == [2.0] * 3 * passes
