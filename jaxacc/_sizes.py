@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Literal, NamedTuple, get_args
 
@@ -102,6 +103,123 @@ def parse_schedule(text: str, *, by: Unit = "updates") -> Schedule:
     return _check_schedule(Schedule(steps, by))
 
 
+class Span(NamedTuple):
+    """A window as the rows it takes from the order of all passes, in which pass `e` of `R` rows begins at position `e·R`.
+
+    Attributes:
+      start: position of its first row.
+      rows: how many it takes; with `last="carry"` they may belong to two passes or more.
+      steps: its accumulation steps, `A`; what `rows` leave of `A·m·D` is padding.
+    """
+
+    start: int
+    rows: int
+    steps: int
+
+
+def spans(
+    rows: int,
+    *,
+    microbatch: int,
+    accumulation_steps: int | Schedule | TokenBudget,
+    last: Policy,
+    replicas: int = 1,
+    epochs: int | None = None,
+    tokens: Callable[[int], np.ndarray] | None = None,
+) -> Iterator[Span]:
+    """The windows that `windows` makes, planned without reading a row: for sources with random access.
+
+    Args:
+      rows: rows of a pass, `R`.
+      microbatch: `m`.
+      accumulation_steps: as for `windows`.
+      last: as for `windows`; what `"carry"` leaves after the last pass is in no span.
+      replicas: `D`.
+      epochs: passes; None goes on for ever.
+      tokens: `tokens(epoch)` gives the supervised tokens of the rows of a pass, in their order, `(R,)`.
+
+    Returns:
+      An iterator over the spans, in order.
+
+    Raises:
+      ValueError: as `windows`; rows left over with `last="error"`; a pass that fills no window, or holds no tokens to fill one
+        with, where that would go on for ever.
+
+    >>> import jaxacc
+    >>> plan = jaxacc.windows.spans(5, microbatch=1, accumulation_steps=2, last="drop", epochs=2)
+    >>> [(span.start, span.rows) for span in plan]
+    [(0, 2), (2, 2), (5, 2), (7, 2)]
+    """
+    if rows < 1 or (epochs is not None and epochs < 1):
+        raise ValueError(f"rows={rows} and epochs={epochs} must both be at least 1.")
+    plan = make_plan(microbatch, accumulation_steps, replicas, last, counted=tokens is not None)
+    return _spans(plan, rows, epochs, tokens)
+
+
+def _spans(plan: Plan, length: int, epochs: int | None, tokens: Callable[[int], np.ndarray] | None) -> Iterator[Span]:
+    counts, start, tokens_in = Counts(), 0, _token_sums(length, tokens)
+    while epochs is None or start < epochs * length:
+        left = length - start % length
+        if plan.last == "carry":
+            left = epochs * length - start if epochs is not None else None
+        rows = _rows_of_next(plan, counts, start, left, tokens_in)
+        if rows is None:
+            assert left is not None
+            if plan.last == "error":
+                raise left_over(plan, counts, left, length)
+            if plan.last == "carry":
+                return
+            if plan.last == "drop":
+                if epochs is None and left == length:
+                    raise ValueError(f"{length} rows, a whole pass, fill no window, and last='drop' leaves them out each time.")
+                start += left
+                continue
+            rows = left
+        yield Span(start, rows, steps_of(plan, counts, rows))
+        counts = add_window(counts, rows, tokens_in(start, rows))
+        start += rows
+
+
+def _rows_of_next(plan: Plan, counts: Counts, start: int, left: int | None, tokens_in: Callable[[int, int], int]) -> int | None:
+    """Rows that fill the window which begins at position `start`, or None if the `left` ones do not."""
+    if not isinstance(plan.size, TokenBudget):
+        rows = effective_batch_at(plan.size, counts)
+        return rows if left is None or rows <= left else None
+    rows = found = 0
+    while not (rows and is_full(plan, counts, rows, found)):
+        if left is not None and rows + plan.unit > left:
+            return None
+        found += tokens_in(start + rows, plan.unit)
+        rows += plan.unit
+    return rows
+
+
+def _token_sums(length: int, tokens: Callable[[int], np.ndarray] | None) -> Callable[[int, int], int]:
+    """`sums(start, rows)`: the tokens of so many rows from a position on; of every pass they are asked for once."""
+    if tokens is None:
+        return lambda start, rows: 0
+
+    @functools.lru_cache(maxsize=2)
+    def of_pass(epoch: int) -> np.ndarray:
+        found = np.asarray(tokens(epoch), np.int64)
+        if found.shape != (length,) or not found.any():
+            raise ValueError(
+                f"tokens({epoch}) must give the supervised tokens of the {length} rows of a pass, some of them above 0; it "
+                f"gives {found.sum()} in an array of shape {found.shape}."
+            )
+        return found
+
+    def sums(start: int, rows: int) -> int:
+        total, end = 0, start + rows
+        while start < end:
+            epoch, index = divmod(start, length)
+            taken = of_pass(epoch)[index : index + end - start]
+            total, start = total + int(taken.sum()), start + taken.size
+        return total
+
+    return sums
+
+
 def count_windows(
     rows: int | Iterable[int],
     *,
@@ -135,22 +253,11 @@ def count_windows(
     """
     tokens = None if isinstance(rows, int | np.integer) else np.asarray(list(rows), np.int64)
     length = int(rows) if isinstance(rows, int | np.integer) else np.size(tokens)
-    if length < 1 or epochs < 1:
-        raise ValueError(f"rows={length} and epochs={epochs} must both be at least 1.")
-    plan = make_plan(microbatch, accumulation_steps, replicas, last, counted=tokens is not None)
-    joined, passes = (epochs, 1) if last == "carry" else (1, epochs)
-    length *= joined
-    before = np.zeros(length + 1, np.int64) if tokens is None else np.concatenate([[0], np.cumsum(np.tile(tokens, joined))])
-    counts = Counts()
-    for _ in range(passes):
-        start = 0
-        while (stop := start + _rows_needed(plan, counts, before, start)) <= length:
-            counts, start = add_window(counts, stop - start, int(before[stop] - before[start])), stop
-        if start < length and last == "error":
-            raise left_over(plan, counts, length - start, length)
-        if start < length and last == "process":
-            counts = add_window(counts, length - start, int(before[length] - before[start]))
-    return counts.windows
+    planned = spans(
+        length, microbatch=microbatch, accumulation_steps=accumulation_steps, last=last, replicas=replicas, epochs=epochs,
+        tokens=None if tokens is None else lambda epoch: tokens,
+    )  # fmt: skip
+    return sum(1 for _ in planned)
 
 
 def make_plan(
@@ -211,15 +318,6 @@ def is_full(plan: Plan, counts: Counts, rows: int, tokens: int) -> bool:
         return rows == effective_batch_at(plan.size, counts)
     enough = tokens >= plan.size.tokens or rows == plan.unit * (plan.size.most or 0)
     return enough and rows % plan.unit == 0
-
-
-def _rows_needed(plan: Plan, counts: Counts, before: np.ndarray, start: int) -> int:
-    """Rows that fill the window beginning at row `start`, where `before[r]` tokens lie before row `r`."""
-    if not isinstance(plan.size, TokenBudget):
-        return effective_batch_at(plan.size, counts)
-    rows = int(np.searchsorted(before, before[start] + plan.size.tokens)) - start
-    steps = -(-rows // plan.unit)
-    return plan.unit * min(steps, plan.size.most or steps)
 
 
 def steps_of(plan: Plan, counts: Counts, rows: int) -> int:

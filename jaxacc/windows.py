@@ -26,10 +26,12 @@ from jaxacc._sizes import Counts as Counts
 from jaxacc._sizes import Plan, add_window, effective_batch_at, is_full, largest_steps, left_over, make_plan, steps_of
 from jaxacc._sizes import Policy as Policy
 from jaxacc._sizes import Schedule as Schedule
+from jaxacc._sizes import Span as Span
 from jaxacc._sizes import TokenBudget as TokenBudget
 from jaxacc._sizes import Unit as Unit
 from jaxacc._sizes import count_windows as count_windows
 from jaxacc._sizes import parse_schedule as parse_schedule
+from jaxacc._sizes import spans as spans
 
 Source = Iterable[Mapping[str, Any]] | Callable[[int], Iterable[Mapping[str, Any]]]
 

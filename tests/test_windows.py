@@ -10,7 +10,7 @@ import pytest
 
 import jaxacc
 import jaxacc.windows
-from jaxacc.windows import Counts, Schedule, TokenBudget, count_windows, parse_schedule, windows
+from jaxacc.windows import Counts, Schedule, TokenBudget, count_windows, parse_schedule, spans, windows
 
 POLICIES = ("process", "carry", "drop")
 
@@ -345,6 +345,24 @@ def test_schedules_and_budgets_are_counted_exactly(last):
         ids = list(itertools.chain(*map(real_ids, got)))
         assert len(set(ids)) == len(ids) == 13 * epochs - stream.counts.dropped - stream.counts.pending
         assert stream.counts.tokens == sum(int(w["mask"][w["row_mask"]].sum()) for w in got)
+        planned = list(spans(13, **geometry, epochs=epochs, tokens=None if rows == 13 else lambda epoch: tokens))
+        order = [100 * epoch + r for epoch in range(epochs) for r in range(13)]
+        assert [order[span.start : span.start + span.rows] for span in planned] == [real_ids(window) for window in got]
+        assert [span.steps for span in planned] == [window["row_mask"].shape[0] for window in got]
+
+
+def test_spans_without_end():
+    """Without a number of epochs the plan goes on, and refuses sizes that no pass can ever fill."""
+    geometry = {"microbatch": 1, "accumulation_steps": 3}
+    carried = itertools.islice(spans(5, **geometry, last="carry"), 1000)
+    assert [span.start for span in carried] == list(range(0, 3000, 3))
+    assert [span.start for span in itertools.islice(spans(5, **geometry, last="drop"), 3)] == [0, 5, 10]
+    with pytest.raises(ValueError, match="2 rows, a whole pass, fill no window"):
+        next(spans(2, **geometry, last="drop"))
+    with pytest.raises(ValueError, match="some of them above 0; it gives 0"):
+        next(spans(2, microbatch=1, accumulation_steps=TokenBudget(4), last="carry", tokens=lambda epoch: np.zeros(2)))
+    with pytest.raises(ValueError, match="rows=0"):
+        spans(0, **geometry, last="carry")
 
 
 def test_token_budget():
