@@ -142,8 +142,8 @@ def accumulate_gradients(
         return AccumulationState(inner_state, sums, zero_weight(), jnp.int32(0), zero(), zero(), jnp.int32(PENDING))
 
     def update(
-        updates: PyTree, state: AccumulationState, params: PyTree = None, *, weight: Any = None, last: Any = False, **extra: Any
-    ) -> tuple[PyTree, AccumulationState]:
+        updates: PyTree, state: Any, params: PyTree = None, *, weight: Any = None, last: Any = False, **extra: Any
+    ) -> tuple[PyTree, Any]:
         state = _add(state, updates, weight)
         closes = jnp.asarray(last, bool)
         if accumulation_steps is not None:
@@ -201,7 +201,7 @@ def flush(
     """
     nothing = Mean(jax.tree.map(jnp.zeros_like, _check_state(state).sums), 0)
 
-    def close() -> tuple[PyTree, AccumulationState]:
+    def close() -> tuple[PyTree, Any]:
         return tx.update(nothing, state, params, last=True, **extra)
 
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(close)[0])
