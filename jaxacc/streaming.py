@@ -1,7 +1,7 @@
 """The exact sums as an Optax transformation, for loops that exist already and call `update` once per microbatch.
 
-`make_step` runs a whole window in one program and needs no second gradient tree. Where the loop is given (`nnx.Optimizer`,
-a Flax `TrainState`, one written by hand), `accumulate_gradients` wraps its optimizer instead.
+Where the loop is given (`nnx.Optimizer`, a Flax `TrainState`, one written by hand), `accumulate_gradients` wraps its
+optimizer. Where it is not, `make_step` runs the whole window in one program and holds no gradient between calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WeightSum(NamedTuple):
     """A sum of weights of any real dtype: whole parts are counted in 64 bits, fractions are summed in floats.
 
     Token counts are exact however they come, as integers or as the float32 sum of a mask, beyond 2^24 and 2^31 too. A
-    negative weight makes the sum NaN.
+    negative weight makes the sum infinite, which no later one can hide.
 
     >>> import jax.numpy as jnp
     >>> from jaxacc.streaming import zero_weight
@@ -49,7 +49,7 @@ class WeightSum(NamedTuple):
             countable = (weight >= 0) & (weight < 2.0**31)
             floor = jnp.where(countable, jnp.floor(weight), jnp.zeros_like(weight))
             whole, fraction = floor.astype(jnp.uint32), (weight - floor).astype(self.fraction.dtype)
-        fraction = jnp.where(weight < 0, jnp.full_like(fraction, jnp.nan), fraction)
+        fraction = jnp.where(weight < 0, jnp.full_like(fraction, -jnp.inf), fraction)
         return WeightSum(self.whole.add(whole), self.fraction + fraction)
 
     def astype(self, dtype: Any) -> jax.Array:
@@ -150,22 +150,19 @@ def accumulate_gradients(
             closes |= state.microbatches >= accumulation_steps
         trainable, frozen = (None, None) if params is None else partition(as_arrays(params))
 
-        def inner(mean: PyTree) -> tuple[PyTree, PyTree]:
+        def move() -> tuple[PyTree, PyTree]:
+            mean = _divide(state.sums, state.weight)
             updates, inner_state = transform.update(mean, state.inner_state, trainable, **extra)
             return updates, cast_like(inner_state, state.inner_state)
 
-        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(inner, state.sums)[0])
-
-        def close() -> tuple[PyTree, AccumulationState]:
-            mean = _divide(state.sums, state.weight)
-            outcome = _outcome(mean, state.weight)
-            applied = outcome == Outcome.APPLIED
-            updates, inner_state = jax.lax.cond(applied, lambda: inner(mean), lambda: (zeros, state.inner_state))
-            return updates, _next_window(state, inner_state, applied, outcome)
-
-        updates, state = jax.lax.cond(closes, close, lambda: (zeros, state))
-        # The caller applies updates to the leaves that are not floating too.
-        return updates if params is None else merge(updates, jax.tree.map(jnp.zeros_like, frozen)), state
+        shapes, _ = jax.eval_shape(move)
+        outcome = jax.lax.cond(closes, lambda: _outcome(state.sums, state.weight), lambda: jnp.int32(PENDING))
+        updates, inner_state = jax.lax.cond(
+            outcome == Outcome.APPLIED, move, lambda: (jax.tree.map(jnp.zeros_like, shapes), state.inner_state)
+        )
+        if params is not None:  # the caller applies updates to the leaves that are not floating too
+            updates = merge(updates, jax.tree.map(jnp.zeros_like, frozen))
+        return updates, _settle(state._replace(inner_state=inner_state), closes, outcome)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -176,8 +173,11 @@ def flush(
     """Close a window without another microbatch: the last one of an epoch, shorter than the others.
 
     It is divided by the weight that was really there. With nothing pending, updates are zeros and the state is returned
-    as it was, bit for bit, `outcome` included. Where a loop owns the call of `update`, a microbatch of weight 0 that is
-    the last does the same: `optimizer.update(model, grads, weight=0, last=True)`.
+    as it was, bit for bit, `outcome` included: `has_updated` then still tells of the call before.
+
+    Where the loop owns the call of `update`, a microbatch of weight 0 that is the last closes the window too:
+    `optimizer.update(model, grads, weight=0, last=True)`. It is a microbatch, so that with nothing pending it is a
+    window of its own, skipped as empty.
 
     Args:
       tx: what `accumulate_gradients` returned.
@@ -253,37 +253,42 @@ def _add(state: AccumulationState, updates: PyTree, weight: Any) -> Accumulation
 
     sums, structure = jax.tree.flatten(_check_state(state).sums)
     sums = [add_leaf(total, grad) for total, grad in zip(sums, _check_gradient(grads, state.sums), strict=True)]
-    return state._replace(
-        sums=structure.unflatten(sums), weight=state.weight.add(n), microbatches=state.microbatches + 1,
-        outcome=jnp.full_like(state.outcome, PENDING),
-    )  # fmt: skip
+    return state._replace(sums=structure.unflatten(sums), weight=state.weight.add(n), microbatches=state.microbatches + 1)
 
 
 def _divide(sums: PyTree, weight: WeightSum) -> PyTree:
-    """The one division."""
+    """The one division; by 1 where nothing was counted."""
+    empty = weight.astype(weight.fraction.dtype) == 0
 
     def divide_leaf(total: jax.Array) -> jax.Array:
         divisor = weight.astype(at_least_float32(total.dtype))
-        divisor = jnp.where(divisor != 0, divisor, jnp.ones_like(divisor))
+        divisor = jnp.where(empty, jnp.ones_like(divisor), divisor)
         return (total.astype(divisor.dtype) / divisor).astype(total.dtype)
 
     return jax.tree.map(divide_leaf, sums)
 
 
-def _outcome(mean: PyTree, weight: WeightSum) -> jax.Array:
+def _outcome(sums: PyTree, weight: WeightSum) -> jax.Array:
     total = weight.astype(weight.fraction.dtype)
-    outcome = jnp.where(jnp.isfinite(total) & all_finite(mean), Outcome.APPLIED, Outcome.SKIPPED_NONFINITE)
+    finite = jnp.isfinite(total) & all_finite(_divide(sums, weight))
+    outcome = jnp.where(finite, Outcome.APPLIED, Outcome.SKIPPED_NONFINITE)
     return jnp.where(total == 0, Outcome.SKIPPED_EMPTY, outcome).astype(jnp.int32)
 
 
-def _next_window(state: AccumulationState, inner_state: PyTree, applied: jax.Array, outcome: jax.Array) -> AccumulationState:
+def _settle(state: AccumulationState, closes: jax.Array, outcome: jax.Array) -> AccumulationState:
+    """The state after a call: a window that is closed leaves nothing behind."""
+
+    def reset() -> tuple[PyTree, WeightSum, jax.Array]:
+        return jax.tree.map(jnp.zeros_like, (state.sums, state.weight, state.microbatches))
+
+    sums, weight, microbatches = jax.lax.cond(closes, reset, lambda: (state.sums, state.weight, state.microbatches))
     return AccumulationState(
-        inner_state=inner_state,
-        sums=jax.tree.map(jnp.zeros_like, state.sums),
-        weight=jax.tree.map(jnp.zeros_like, state.weight),
-        microbatches=jnp.zeros_like(state.microbatches),
-        attempted=state.attempted.add(1),
-        applied=state.applied.add(applied.astype(jnp.int32)),
+        inner_state=state.inner_state,
+        sums=sums,
+        weight=weight,
+        microbatches=microbatches,
+        attempted=state.attempted.add(closes.astype(jnp.int32)),
+        applied=state.applied.add((outcome == Outcome.APPLIED).astype(jnp.int32)),
         outcome=outcome,
     )
 

@@ -404,6 +404,41 @@ def test_scan_donation_and_devices():
         assert_trees_close(host(moved), host(stepped.params), rtol=1e-5, atol=1e-6)
 
 
+def test_the_state_can_be_donated():
+    """An inner state that is the parameters themselves, and a weakly typed number: own buffers, one trace."""
+    inner = optax.GradientTransformation(
+        lambda params: (params, jnp.asarray(1.0)),
+        lambda updates, state, params=None: (updates, (state[0], state[1] * 2)),
+    )
+    tx, traces = accumulate_gradients(inner, 2), []
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def call(params, state):
+        traces.append(1)
+        updates, state = tx.update(jnp.ones(2), state, params, weight=1)
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.zeros(2)
+    end = call(params, tx.init(params))
+    for _ in range(3):
+        end = call(*end)
+    assert_identical((end[0], *end[1].inner_state), (jnp.full(2, 2.0), jnp.zeros(2), jnp.float32(4)))
+    assert len(traces) == 1
+
+
+def test_two_gradient_trees_beside_the_arguments():
+    """Donated: the updates that the interface asks for and one copy of the sums; `optax.MultiSteps` needs three."""
+    params = {name: jnp.ones((64, 64)) for name in "abcdefgh"}
+    tx = accumulate_gradients(optax.adamw(1e-3), 8)
+
+    def call(params, state, grads):
+        updates, state = tx.update(grads, state, params, weight=1)
+        return optax.apply_updates(params, updates), state
+
+    compiled = jax.jit(call, donate_argnums=(0, 1)).lower(params, tx.init(params), params).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes / (8 * 64 * 64 * 4) < 2.1
+
+
 def test_other_leaves_are_left_alone(strict):
     """Integers, bools and None: the inner transformation sees None, the caller gets updates that can be applied."""
     params = {"w": jnp.ones(2), "table": jnp.arange(3), "flag": jnp.array(True), "absent": None}
