@@ -1,6 +1,7 @@
 """Exact gradient accumulation for JAX and Optax."""
 
 from jaxacc import losses as losses
+from jaxacc import streaming as streaming
 from jaxacc import windows as windows
 from jaxacc._accumulate import Accumulated as Accumulated
 from jaxacc._accumulate import Evaluation as Evaluation

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import jaxacc
 
@@ -60,6 +61,18 @@ def lm_oracle(params, batch):
 
     loss, grads = jax.value_and_grad(mean)(floats)
     return loss, {**grads, "table": None, "absent": None}
+
+
+def big_batch_updates(params, batches, tx):
+    """Plain Optax on one big batch after another, the integer leaves left out by hand."""
+    floats = {name: params[name] for name in ("embed", "layers", "unused")}
+    state = tx.init(floats)
+    for batch in batches:
+        _, grads = lm_oracle({**params, **floats}, batch)
+        grads = {name: grads[name] for name in floats}
+        updates, state = tx.update(grads, state, floats)
+        floats = optax.apply_updates(floats, updates)
+    return floats
 
 
 def linear_loss(params, microbatch, key):

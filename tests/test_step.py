@@ -12,6 +12,7 @@ from problems import (
     FOLDS,
     assert_identical,
     assert_trees_close,
+    big_batch_updates,
     difference,
     host,
     largest,
@@ -36,18 +37,6 @@ OPTIMIZERS = {
     "schedule_free": lambda: optax.contrib.schedule_free_adamw(0.1),
     "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adam(0.1)),
 }
-
-
-def big_batch_updates(params, batches, tx):
-    """Plain Optax on one big batch after another, the integer leaves left out by hand."""
-    floats = {name: params[name] for name in ("embed", "layers", "unused")}
-    state = tx.init(floats)
-    for batch in batches:
-        _, grads = lm_oracle({**params, **floats}, batch)
-        grads = {name: grads[name] for name in floats}
-        updates, state = tx.update(grads, state, floats)
-        floats = optax.apply_updates(floats, updates)
-    return floats
 
 
 @functools.cache
