@@ -157,7 +157,7 @@ def spans(
 
 
 def _spans(plan: Plan, length: int, epochs: int | None, tokens: Callable[[int], np.ndarray] | None) -> Iterator[Span]:
-    counts, start, tokens_in = Counts(), 0, _token_sums(length, tokens)
+    counts, start, tokens_in = Counts(), 0, token_sums(length, tokens)
     while epochs is None or start < epochs * length:
         left = length - start % length
         if plan.last == "carry":
@@ -194,7 +194,7 @@ def _rows_of_next(plan: Plan, counts: Counts, start: int, left: int | None, toke
     return rows
 
 
-def _token_sums(length: int, tokens: Callable[[int], np.ndarray] | None) -> Callable[[int, int], int]:
+def token_sums(length: int, tokens: Callable[[int], np.ndarray] | None) -> Callable[[int, int], int]:
     """`sums(start, rows)`: the tokens of so many rows from a position on; of every pass they are asked for once."""
     if tokens is None:
         return lambda start, rows: 0

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import cattrs
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
 
+from jaxacc._sizes import Policy, Unit, parse_schedule
 from jaxacc._split import Split, solve_split
 
 DURATIONS = ("updates", "epochs", "tokens")
@@ -31,7 +32,9 @@ def _number(default: Any, **bounds: float) -> Any:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Rows behind one update. State two of the three; the third follows."""
+    """Rows behind one update. State two of effective, microbatch and accumulation_steps; the third follows. With a schedule
+    state the microbatch alone; with a budget of tokens the microbatch, and the accumulation steps as the most of a window.
+    """
 
     effective: int | None = _number(None, minimum=1)
     """Effective batch: rows behind one update."""
@@ -39,6 +42,16 @@ class BatchConfig:
     """Rows of one forward and backward pass on one replica."""
     accumulation_steps: int | None = _number(None, minimum=1)
     """Microbatches per window, A."""
+    schedule: str | None = None
+    """Effective batches from thresholds on, as in "0:64 1000:128". Every distinct one is compiled once."""
+    schedule_by: Unit = "updates"
+    """What the thresholds count: updates, examples or (supervised) tokens."""
+    tokens: int | None = _number(None, minimum=1)
+    """Windows end with the first microbatch by which they hold so many supervised tokens."""
+    last: Policy = "carry"
+    """What becomes of rows that do not fill the last window of an epoch: "carry" into the next one (and a short window at
+    the end of the run), "process" as a short window with its own denominator, "drop", or "error".
+    """
 
 
 @dataclass(frozen=True)
@@ -73,18 +86,20 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer with tied embedding and scanned layers."""
+    """A decoder-only transformer with tied embedding and scanned layers, or a U-Net with GroupNorm for segmentation."""
 
+    name: Literal["transformer", "unet"] = "transformer"
+    """The model: a transformer for text, a U-Net for images."""
     layers: int = _number(4, minimum=1)
-    """Transformer layers."""
+    """Transformer layers; of a U-Net how often it halves the image."""
     width: int = _number(128, minimum=1)
-    """Width of the residual stream."""
+    """Width of the residual stream; of a U-Net the channels at full size, which double with every halving."""
     heads: int = _number(4, minimum=1)
-    """Attention heads; they divide the width."""
+    """Attention heads; they divide the width (transformer)."""
     hidden: int = _number(512, minimum=1)
-    """Width of the feed-forward layer."""
+    """Width of the feed-forward layer (transformer)."""
     dropout: float = _number(0.0, minimum=0, below=1)
-    """Dropout on both branches of a layer."""
+    """Dropout on both branches of a layer, or after every block of a U-Net."""
     remat: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -126,6 +141,16 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class InputConfig:
+    """How windows reach the devices."""
+
+    prefetch: int = _number(2, minimum=0)
+    """Windows that are read and placed on the devices ahead of their use; 0: none."""
+    workers: int = _number(0, minimum=0)
+    """Processes that read; 0: threads, which is enough unless reading is slow Python."""
+
+
+@dataclass(frozen=True)
 class Config:
     """An experiment."""
 
@@ -135,6 +160,7 @@ class Config:
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    input: InputConfig = InputConfig()
     mesh: dict[str, int] = field(default_factory=dict)
     """Sizes of the mesh axes: `data` (replicas) and `model` (tensor parallel); empty: one device."""
 
@@ -202,17 +228,31 @@ def check(config: Config) -> Split:
         faults.append(
             f"[train] states {' and '.join(stated) or 'no duration'}. State exactly one of updates, epochs and tokens."
         )
-    batch, split = config.batch, None
     try:
-        split = solve_split(
-            effective_batch=batch.effective, microbatch=batch.microbatch, accumulation_steps=batch.accumulation_steps,
-            replicas=config.replicas,
-        )  # fmt: skip
+        split = _split(config.batch, config.replicas)
     except ValueError as error:
         faults.append(f"[batch] {error}")
+        split = None
     if faults or split is None:
         raise UserError(_listing("the configuration", faults))
     return split
+
+
+def _split(batch: BatchConfig, replicas: int) -> Split:
+    """The split of the largest window."""
+    stated = {"effective_batch": batch.effective, "microbatch": batch.microbatch, "accumulation_steps": batch.accumulation_steps}
+    given = {name for name, value in stated.items() if value is not None}
+    if batch.schedule is not None:
+        if given != {"microbatch"} or batch.tokens is not None:
+            raise ValueError("schedule states the effective batches. Beside it state microbatch and nothing else.")
+        effective = [rows for _, rows in parse_schedule(batch.schedule, by=batch.schedule_by).steps]
+        splits = [solve_split(effective_batch=rows, microbatch=batch.microbatch, replicas=replicas) for rows in effective]
+        return max(splits, key=lambda split: split.accumulation_steps)
+    if batch.tokens is not None and given != {"microbatch", "accumulation_steps"}:
+        raise ValueError(
+            "with tokens the windows vary. Beside it state microbatch, and accumulation_steps as the most of a window."
+        )
+    return solve_split(**stated, replicas=replicas)
 
 
 def _override_duration(file: TrainConfig, given: TrainConfig) -> TrainConfig:

@@ -1,208 +1,211 @@
-"""Text to windows: documents, byte tokens, ragged rows, a held-out split, and a row order with a position."""
+"""Windows for the runner: planned as spans of rows, read by Grain ahead of the step, placed on the devices."""
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Iterator
-from pathlib import Path
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import islice
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from jaxacc._split import Split, split_batch
-from jaxacc.experiment.config import DataConfig, TrainConfig, UserError
+from jaxacc._rows import ROW_POSITION
+from jaxacc._sizes import Schedule, Span, TokenBudget, parse_schedule, spans, token_sums
+from jaxacc._split import ROW_MASK, Split
+from jaxacc._tree import PyTree
+from jaxacc.experiment.config import BatchConfig, Config, InputConfig, UserError
+from jaxacc.experiment.rows import Examples
 
-BOUNDARY = 256
-"""The token before and after every document; 0 to 255 are bytes."""
-VOCABULARY = 257
-IGNORED = -100
 
-
-class Rows(NamedTuple):
-    """Rows of different length, cut from one stream of tokens without being copied.
+class RunPlan(NamedTuple):
+    """The windows of a whole run, before a row is read.
 
     Attributes:
-      stream: all tokens, `(N,)` uint16.
-      starts: first token of every row, `(R,)`.
-      lengths: tokens of every row, `(R,)`, 2 to `context`. A row of T tokens has T - 1 targets.
-      context: tokens of a padded row.
+      spans: `(U, 3)` int64, for every window: position of its first row in the order of all epochs, its rows, its `A`.
+      epoch_rows: rows of an epoch, `R`.
+      left: rows at the end of the last epoch that no window takes (`last = "drop"`).
     """
 
-    stream: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    context: int
+    spans: np.ndarray
+    epoch_rows: int
+    left: int
 
     @property
-    def targets(self) -> int:
-        """Supervised tokens of one pass over the rows."""
-        return int(np.sum(self.lengths - 1))
+    def updates(self) -> int:
+        """Windows of the run."""
+        return len(self.spans)
 
-    def batch(self, indices: Any) -> dict[str, np.ndarray]:
-        """Rows as `tokens` and `labels`, `(B, context)` int32; labels are -100 where there is no token."""
-        indices = np.asarray(indices)
-        offsets = np.arange(self.context)
-        real = offsets < self.lengths[indices, None]
-        places = np.where(real, self.starts[indices, None] + offsets, 0)
-        tokens = np.where(real, self.stream[places], BOUNDARY).astype(np.int32)
-        return {"tokens": tokens, "labels": np.where(real, tokens, IGNORED)}
-
-
-class Corpus(NamedTuple):
-    """Training and held-out rows, and a digest of both."""
-
-    train: Rows
-    held_out: Rows
-    fingerprint: str
+    def counts(self, windows: int) -> dict[str, int]:
+        """What became of the rows in the first `windows` windows: in them, dropped, carried over the end of an epoch."""
+        starts, rows, _ = self.spans[:windows].T
+        examples = int(rows.sum())
+        reached = int(starts[-1] + rows[-1]) if windows else 0
+        if windows == self.updates:
+            reached += self.left
+        crossed = (starts + rows - 1) // self.epoch_rows - starts // self.epoch_rows  # ends of epochs within the window
+        before = self.epoch_rows - starts % self.epoch_rows
+        carried = crossed * before + self.epoch_rows * crossed * (crossed - 1) // 2
+        return {"examples": examples, "dropped": reached - examples, "carried": int(carried.sum())}
 
 
-class Schedule(NamedTuple):
-    """The run in rows: windows take `effective_batch` rows of the order, the last one what is left.
-
-    Attributes:
-      updates: windows of the whole run.
-      examples: rows of the whole run.
-    """
-
-    updates: int
-    examples: int
-
-
-def load(config: DataConfig) -> Corpus:
-    """Read the documents and split them, or raise `UserError` for files that are missing, empty or not text."""
-    documents = _read_files(config) if config.paths else _help_topics()
-    train, held_out = _split(documents, config.held_out)
-    corpus = [_rows(part, config.context) for part in (train, held_out)]
-    digest = hashlib.sha256()
-    for rows in corpus:
-        for array in (rows.stream, rows.starts, rows.lengths):
-            digest.update(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
-    return Corpus(corpus[0], corpus[1], digest.hexdigest())
-
-
-def order(rows: Rows, seed: int) -> Any:
+def order(rows: int, seed: int) -> Any:
     """The endless order of the rows: entry `p` is the row at position `p`, shuffled anew in every epoch."""
     import grain  # several seconds
 
-    return grain.MapDataset.range(len(rows.starts)).seed(seed).shuffle().repeat()
+    return grain.MapDataset.range(rows).seed(seed).shuffle().repeat()
 
 
-def schedule(train: TrainConfig, rows: Rows, effective_batch: int) -> Schedule:
-    """How many windows and rows the stated duration takes, exactly."""
-    if train.updates is not None:
-        return Schedule(train.updates, train.updates * effective_batch)
+def sizes(batch: BatchConfig, split: Split) -> int | Schedule | TokenBudget:
+    """What decides the accumulation steps of a window."""
+    if batch.schedule is not None:
+        return parse_schedule(batch.schedule, by=batch.schedule_by)
+    if batch.tokens is not None:
+        return TokenBudget(batch.tokens, most=split.accumulation_steps)
+    return split.accumulation_steps
+
+
+def plan_run(config: Config, split: Split, rows: Examples) -> RunPlan:
+    """The windows that the stated duration takes, exactly; what `"carry"` leaves at the end of the run is a last short one.
+
+    Raises:
+      UserError: rows that fill no window, or are left over with `last = "error"`.
+    """
+    train, size, length = config.train, sizes(config.batch, split), len(rows.targets)
+    tokens = _tokens_of_epoch(rows, train.seed)
+    counted = isinstance(size, TokenBudget) or (isinstance(size, Schedule) and size.by == "tokens")
+    planned = spans(
+        length, microbatch=split.microbatch, accumulation_steps=size, last=config.batch.last, replicas=split.replicas,
+        epochs=train.epochs, tokens=tokens if counted else None,
+    )  # fmt: skip
+    try:
+        if train.updates is not None:
+            chosen = list(islice(planned, train.updates))
+        elif train.tokens is not None:
+            chosen = list(_until(planned, train.tokens, token_sums(length, tokens)))
+        else:
+            chosen = list(planned)
+    except ValueError as error:
+        raise UserError(f"[batch] {error}") from error
+    left = 0
     if train.epochs is not None:
-        examples = train.epochs * len(rows.starts)
-        return Schedule(-(-examples // effective_batch), examples)
-    assert train.tokens is not None
-    epochs, missing = divmod(train.tokens, rows.targets)
-    position = epochs * len(rows.starts)
-    if missing:
-        sequence = order(rows, train.seed)
-        while missing > 0:
-            missing -= int(rows.lengths[sequence[position]]) - 1
-            position += 1
-    updates = -(-position // effective_batch)
-    return Schedule(updates, updates * effective_batch)
+        end = chosen[-1].start + chosen[-1].rows if chosen else 0
+        left = train.epochs * length - end
+    if left and config.batch.last == "carry":
+        unit = split.microbatch * split.replicas
+        steps = max(chosen[-1].steps if chosen else split.accumulation_steps, -(-left // unit))
+        chosen.append(Span(train.epochs * length - left, left, steps))
+        left = 0
+    if not chosen:
+        raise UserError(f"[batch] {length} rows fill no window of {split.effective_batch}, and last='drop' leaves them out.")
+    return RunPlan(np.array(chosen, np.int64), length, left)
 
 
-def windows(rows: Rows, plan: Schedule, split: Split, *, seed: int, start: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """The windows from position `start` (rows consumed so far) to the end: leaves `(A, m * D, ...)`."""
-    sequence = order(rows, seed)
-    for first in range(start, plan.examples, split.effective_batch):
-        indices = [sequence[position] for position in range(first, min(first + split.effective_batch, plan.examples))]
-        yield _window(rows, indices, split)
+def _until(planned: Iterator[Span], tokens: int, tokens_in: Callable[[int, int], int]) -> Iterator[Span]:
+    """As many windows as hold so many tokens."""
+    for span in planned:
+        yield span
+        tokens -= tokens_in(span.start, span.rows)
+        if tokens <= 0:
+            return
 
 
-def held_out_windows(rows: Rows, split: Split) -> Iterator[dict[str, np.ndarray]]:
+def _tokens_of_epoch(rows: Examples, seed: int) -> Callable[[int], np.ndarray]:
+    """`tokens(epoch)`: the supervised tokens of the rows in their order."""
+    length = len(rows.targets)
+
+    def tokens(epoch: int) -> np.ndarray:
+        sequence = order(length, seed)
+        return rows.targets[[sequence[position] for position in range(epoch * length, (epoch + 1) * length)]]
+
+    return tokens
+
+
+def held_out_plan(rows: Examples, split: Split) -> RunPlan:
     """All held-out rows, once, in windows of the training shape."""
-    for first in range(0, len(rows.starts), split.effective_batch):
-        yield _window(rows, range(first, min(first + split.effective_batch, len(rows.starts))), split)
+    length = len(rows.targets)
+    whole = spans(
+        length, microbatch=split.microbatch, accumulation_steps=split.accumulation_steps, last="process",
+        replicas=split.replicas, epochs=1,
+    )  # fmt: skip
+    return RunPlan(np.array(list(whole), np.int64), length, 0)
 
 
-def unigram_entropy(rows: Rows) -> float:
-    """Entropy in nats of the frequencies of the targets: what a model without context could reach at best."""
-    counts = np.zeros(VOCABULARY, np.int64)
-    for first in range(0, len(rows.starts), 1024):
-        labels = rows.batch(range(first, min(first + 1024, len(rows.starts))))["labels"][:, 1:]
-        counts += np.bincount(labels[labels != IGNORED], minlength=VOCABULARY)
-    frequencies = counts[counts > 0] / counts.sum()
-    return float(-np.sum(frequencies * np.log(frequencies)))
+class Reader(NamedTuple):
+    """Reads windows by their number in the plan: the part of each that one process holds. Grain's workers pickle it.
+
+    Attributes:
+      examples: the rows.
+      sequence: which row is at a position.
+      spans: of the plan.
+      steps: least accumulation steps of a window; shorter ones are padded.
+      columns: `(C,)`, which of the `m·D` rows of a microbatch index.
+      unit: `m·D`.
+    """
+
+    examples: Examples
+    sequence: Sequence[int]
+    spans: np.ndarray
+    steps: int
+    columns: np.ndarray
+    unit: int
+
+    def __call__(self, number: int) -> dict[str, np.ndarray]:
+        """Leaves `(A, C, ...)`: filled microbatch by microbatch, padded in the tail, with `row_mask` and `row_position`."""
+        start, rows, steps = map(int, self.spans[number])
+        shape = (max(steps, self.steps), len(self.columns))
+        position = np.arange(shape[0], dtype=np.int32)[:, None] * np.int32(self.unit) + self.columns.astype(np.int32)
+        real = position < rows
+        wanted, place = np.unique(np.minimum(position, rows - 1), return_inverse=True)
+        read = self.examples.batch([self.sequence[start + int(p)] for p in wanted])
+        window = {name: leaf[place.ravel()].reshape(*shape, *leaf.shape[1:]) for name, leaf in read.items()}
+        for name, value in self.examples.fill.items():
+            window[name][~real] = value
+        return {**window, ROW_MASK: real, ROW_POSITION: position}
 
 
-def _window(rows: Rows, indices: Any, split: Split) -> dict[str, np.ndarray]:
-    """A window of the split's shape; missing rows are filled, without labels and with `row_mask` False."""
-    real = len(indices)
-    filled = [*indices, *[indices[-1]] * (split.effective_batch - real)]
-    batch = rows.batch(filled)
-    batch["labels"][real:] = IGNORED
-    batch["row_mask"] = np.arange(len(filled)) < real
-    return split_batch(batch, accumulation_steps=split.accumulation_steps)
+def reader(
+    examples: Examples, sequence: Sequence[int], plan: RunPlan, split: Split, sharding: NamedSharding | None, *, steps: int = 1
+) -> Reader:
+    """A `Reader` of what this process holds of every window."""
+    unit = split.microbatch * split.replicas
+    return Reader(examples, sequence, plan.spans, steps, _columns(sharding, unit), unit)
 
 
-def _help_topics() -> list[bytes]:
-    """The sections of all help topics; topics repeat each other, so a paragraph is taken where it first occurs."""
-    from pydoc_data.topics import topics
-
-    seen: set[str] = set()
-    sections = []
-    for section in (part for name in sorted(topics) for part in re.split(r"\n{3,}", topics[name])):
-        fresh = [part.strip("\n") for part in _paragraphs(section) if part.strip() not in seen]
-        seen.update(part.strip() for part in fresh)
-        if fresh:
-            sections.append("\n\n".join(fresh).encode())
-    return sections
+def _columns(sharding: NamedSharding | None, unit: int) -> np.ndarray:
+    """The rows of a microbatch index that lie on devices of this process."""
+    if sharding is None:
+        return np.arange(unit)
+    held = sharding.addressable_devices_indices_map((1, unit)).values()
+    return np.unique(np.concatenate([np.arange(unit)[index[1]] for index in held if index is not None]))
 
 
-def _paragraphs(text: str) -> list[str]:
-    return [part for part in re.split(r"\n\s*\n", text) if part.strip()]
+def window_sharding(mesh: jax.sharding.Mesh | None) -> NamedSharding | None:
+    """Rows over the replicas."""
+    return None if mesh is None else NamedSharding(mesh, P(None, "data"))
 
 
-def _read_files(config: DataConfig) -> list[bytes]:
-    documents = []
-    for path in map(Path, config.paths):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"data.paths: cannot read {path}: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"data.paths: {path} is not UTF-8 text: {error}.") from error
-        parts = [text] if config.documents == "file" else _paragraphs(text)
-        found = [part.strip().encode() for part in parts if part.strip()]
-        if not found:
-            raise UserError(f"data.paths: {path} is empty. Name files that contain text.")
-        documents += found
-    return documents
+def place(window: PyTree, sharding: NamedSharding | None) -> PyTree:
+    """What this process holds of a window, on its devices."""
+    if sharding is None:
+        return jax.device_put(window)
+    return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(sharding, leaf), window)
 
 
-def _split(documents: list[bytes], share: float) -> tuple[list[bytes], list[bytes]]:
-    """Hold out whole documents, chosen by their own digest, until they hold `share` of the bytes."""
-    if len(documents) < 2:
-        raise UserError(
-            'data: one document cannot be split into training and held-out text. Give more files, or documents = "paragraph".'
-        )
-    by_digest = sorted(range(len(documents)), key=lambda index: hashlib.sha256(documents[index]).digest())
-    wanted = share * sum(map(len, documents))
-    chosen: set[int] = set()
-    held = 0
-    for index in by_digest[:-1]:
-        if chosen and held + len(documents[index]) / 2 > wanted:
-            continue
-        chosen.add(index)
-        held += len(documents[index])
-    parts = [[doc for i, doc in enumerate(documents) if (i in chosen) is held_out] for held_out in (False, True)]
-    return parts[0], parts[1]
+def read_ahead(
+    reader: Callable[[int], PyTree], numbers: range, sharding: NamedSharding | None, config: InputConfig
+) -> Iterator[PyTree]:
+    """The windows of these numbers, on the devices, `config.prefetch` of them read and placed ahead of their use."""
+    import grain
 
-
-def _rows(documents: list[bytes], context: int) -> Rows:
-    """Cut every document into rows of `context` tokens that overlap by one, so that every byte is predicted once."""
-    pieces, starts, lengths, offset = [], [], [], 0
-    for document in documents:
-        tokens = np.concatenate([[BOUNDARY], np.frombuffer(document, np.uint8), [BOUNDARY]]).astype(np.uint16)
-        cuts = np.arange(0, len(tokens) - 1, context - 1)
-        pieces.append(tokens)
-        starts.append(offset + cuts)
-        lengths.append(np.minimum(len(tokens) - cuts, context))
-        offset += len(tokens)
-    return Rows(np.concatenate(pieces), np.concatenate(starts), np.concatenate(lengths), context)
+    options = grain.ReadOptions(num_threads=min(config.prefetch, 4), prefetch_buffer_size=config.prefetch)
+    windows = grain.MapDataset.range(numbers.start, numbers.stop).map(reader).to_iter_dataset(options)
+    if config.workers:
+        windows = windows.mp_prefetch(grain.MultiprocessingOptions(num_workers=config.workers))
+    windows = windows.map(functools.partial(place, sharding=sharding))
+    windows = grain.experimental.ThreadPrefetchIterDataset(windows, prefetch_buffer_size=config.prefetch)
+    with closing(iter(windows)) as iterator:
+        yield from iterator

@@ -1,4 +1,4 @@
-"""A decoder-only transformer in Flax Linen, and its loss function."""
+"""Flax Linen models and their loss functions: a decoder-only transformer, and a U-Net for segmentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxacc._mean import Mean
 from jaxacc.experiment.config import ModelConfig
-from jaxacc.losses import causal_lm
+from jaxacc.losses import causal_lm, segmentation
 
 
 class Layer(nn.Module):
@@ -22,8 +22,8 @@ class Layer(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
-        """Map `(m, T, width)` to the same shape."""
+    def __call__(self, x: jax.Array, deterministic: bool, visible: jax.Array | None) -> jax.Array:
+        """Map `(m, T, width)` to the same shape. `visible` (bool, `(m, 1, T, T)`) limits what a token sees, if given."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         drop = nn.Dropout(config.dropout, deterministic=deterministic)
         dense = partial(nn.DenseGeneral, use_bias=False, dtype=dtype)
@@ -31,7 +31,7 @@ class Layer(nn.Module):
         normed = nn.RMSNorm(dtype=dtype, name="attention_norm")(x)
         heads = (3, config.heads, config.width // config.heads)
         q, k, v = jnp.moveaxis(dense(heads, name="qkv")(normed), -3, 0)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        mixed = jax.nn.dot_product_attention(q, k, v, mask=visible, is_causal=True)
         x = x + drop(dense(config.width, name="out", axis=(-2, -1))(mixed))
 
         normed = nn.RMSNorm(dtype=dtype, name="feed_forward_norm")(x)
@@ -40,27 +40,81 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Token and position embeddings, scanned layers, and the token embedding again as the readout."""
+    """Token and position embeddings, scanned layers, and the token embedding again as the readout.
+
+    In packed rows a token sees its own segment only, and positions count from its segment's start, so that a sequence gives
+    the same logits wherever it is packed.
+    """
 
     config: ModelConfig
     vocabulary: int
     context: int
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, deterministic: bool) -> jax.Array:
-        """Logits `(m, T, vocabulary)` of tokens `(m, T)`."""
+    def __call__(self, tokens: jax.Array, segments: jax.Array | None, deterministic: bool) -> jax.Array:
+        """Logits `(m, T, vocabulary)` of tokens `(m, T)`, with segment ids `(m, T)` or None."""
         config, dtype = self.config, jnp.dtype(self.config.dtype)
         init = nn.initializers.normal(0.02)
         embed = nn.Embed(self.vocabulary, config.width, dtype=dtype, embedding_init=init, name="embed")
-        positions = self.param("positions", init, (self.context, config.width))
-        x = embed(tokens) + positions[: tokens.shape[-1]].astype(dtype)
-        x = nn.Dropout(config.dropout, deterministic=deterministic)(x)
+        positions = self.param("positions", init, (self.context, config.width)).astype(dtype)
+        placed = positions[: tokens.shape[-1]] if segments is None else positions[_places(segments)]
+        x = nn.Dropout(config.dropout, deterministic=deterministic)(embed(tokens) + placed)
 
-        body = lambda layer, x, _: (layer(x, deterministic), None)
+        visible = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+        body = lambda layer, x, _: (layer(x, deterministic, visible), None)
         body = nn.remat(body, prevent_cse=False) if config.remat else body
         scan = nn.scan(body, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=config.layers)
         x, _ = scan(Layer(config, name="layers"), x, None)
         return embed.attend(nn.RMSNorm(dtype=dtype, name="norm")(x))
+
+
+def _places(segments: jax.Array) -> jax.Array:
+    """How far every token is from the start of its segment, `(m, T)`."""
+    column = jnp.broadcast_to(jnp.arange(segments.shape[-1]), segments.shape)
+    starts = jnp.concatenate([jnp.ones_like(segments[:, :1], bool), segments[:, 1:] != segments[:, :-1]], axis=-1)
+    return column - jax.lax.cummax(jnp.where(starts, column, jnp.zeros_like(column)), axis=1)
+
+
+class UNet(nn.Module):
+    """Convolutions down `layers` scales and up again, with skips: the channels begin with `width` and double with each scale.
+
+    GroupNorm, so that rows do not see each other and the microbatch may be as small as one image.
+    """
+
+    config: ModelConfig
+    classes: int
+
+    @nn.compact
+    def __call__(self, images: jax.Array, deterministic: bool) -> jax.Array:
+        """Logits `(m, H, W, classes)` of images `(m, H, W, C)`; `2^layers` divides H and W."""
+        config, dtype = self.config, jnp.dtype(self.config.dtype)
+        conv = partial(nn.Conv, use_bias=False, dtype=dtype)
+        block = nn.remat(_Block, static_argnums=(2,)) if config.remat else _Block
+        x, skips = images.astype(dtype), []
+        for scale in range(config.layers):
+            x = block(config, config.width * 2**scale)(x, deterministic)
+            skips.append(x)
+            x = conv(config.width * 2 ** (scale + 1), (2, 2), strides=2)(x)
+        x = block(config, config.width * 2**config.layers)(x, deterministic)
+        for scale in reversed(range(config.layers)):
+            x = nn.ConvTranspose(config.width * 2**scale, (2, 2), strides=(2, 2), use_bias=False, dtype=dtype)(x)
+            x = block(config, config.width * 2**scale)(jnp.concatenate([x, skips[scale]], axis=-1), deterministic)
+        return nn.Conv(self.classes, (1, 1), dtype=dtype)(x)
+
+
+class _Block(nn.Module):
+    """Two normed 3x3 convolutions."""
+
+    config: ModelConfig
+    channels: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
+        dtype = jnp.dtype(self.config.dtype)
+        for _ in range(2):
+            x = nn.Conv(self.channels, (3, 3), use_bias=False, dtype=dtype)(x)
+            x = nn.gelu(nn.GroupNorm(num_groups=min(8, self.channels), dtype=dtype)(x))
+        return nn.Dropout(self.config.dropout, deterministic=deterministic)(x)
 
 
 SHARDED_OVER_MODEL = {
@@ -79,17 +133,31 @@ def specs(params: Any) -> Any:
     )
 
 
-def build(config: ModelConfig, *, vocabulary: int, context: int) -> tuple[Callable[[jax.Array], Any], Callable[..., Mean]]:
-    """`(init, loss_fn)`: `init(key)` gives the parameters, `loss_fn` is what `jaxacc.make_step` takes."""
-    model = Transformer(config, vocabulary, context)
+def build(
+    config: ModelConfig, *, vocabulary: int, row: dict[str, Any]
+) -> tuple[Callable[[jax.Array], Any], Callable[..., Mean]]:
+    """`(init, loss_fn)`: `init(key)` gives the parameters, `loss_fn` is what `jaxacc.make_step` takes.
+
+    Args:
+      config: names the model.
+      vocabulary: token ids, or classes, are below it.
+      row: a batch of one row, for its shapes.
+    """
+    if config.name == "unet":
+        model: nn.Module = UNet(config, vocabulary)
+        inputs = lambda microbatch: (microbatch["images"],)
+        loss_of = lambda logits, microbatch: segmentation(logits, microbatch["labels"])
+    else:
+        model = Transformer(config, vocabulary, row["tokens"].shape[1])
+        inputs = lambda microbatch: (microbatch["tokens"], microbatch.get("segment_ids"))
+        loss_of = lambda logits, microbatch: causal_lm(logits, microbatch["labels"], segment_ids=microbatch.get("segment_ids"))
 
     def init(key: jax.Array) -> Any:
-        return model.init({"params": key}, jnp.zeros((1, context), jnp.int32), deterministic=True)["params"]
+        return model.init({"params": key}, *inputs(row), deterministic=True)["params"]
 
     def loss_fn(params: Any, microbatch: dict[str, jax.Array], key: jax.Array | None) -> Mean:
         rngs = {} if key is None or config.dropout == 0 else {"dropout": key}
-        logits = model.apply({"params": params}, microbatch["tokens"], deterministic=not rngs, rngs=rngs)
-        assert isinstance(logits, jax.Array)
-        return causal_lm(logits, microbatch["labels"])
+        logits = model.apply({"params": params}, *inputs(microbatch), deterministic=not rngs, rngs=rngs)
+        return loss_of(logits, microbatch)
 
     return init, loss_fn

@@ -37,5 +37,5 @@ def _schedule(config: OptimizerConfig, updates: int) -> optax.Schedule:
 
 
 def _is_matrix(params: Any) -> Any:
-    """Decay everything but the scales of norms (which the layer scan stacks to two dimensions)."""
-    return jax.tree.map_with_path(lambda path, _: getattr(path[-1], "key", None) != "scale", params)
+    """Decay everything but biases and the scales of norms (which the layer scan stacks to two dimensions)."""
+    return jax.tree.map_with_path(lambda path, _: getattr(path[-1], "key", None) not in ("scale", "bias"), params)

@@ -3,81 +3,33 @@
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from jaxacc._ledger import Ledger
 from jaxacc._mean import Mean, merge
-from jaxacc._split import Split
-from jaxacc._step import Outcome, Step, StepInfo, TrainState, make_step
+from jaxacc._step import Outcome, Step, TrainState
 from jaxacc._tree import PyTree
-from jaxacc.experiment import data, models, optimizers, sheet
+from jaxacc.experiment import sheet
 from jaxacc.experiment.checkpoint import Checkpoints, open_checkpoints
-from jaxacc.experiment.config import Config, UserError, check, to_tree
+from jaxacc.experiment.config import Config, UserError, to_tree
+from jaxacc.experiment.prepare import Experiment, Given, Update, prepare
 from jaxacc.experiment.progress import Report, progress
 from jaxacc.experiment.records import Records, write_json
 
-FREE_TO_CHANGE = ("train.updates", "train.epochs", "train.tokens", "train.eval_every", "checkpoint.every", "checkpoint.keep")
+FREE_TO_CHANGE = (
+    "train.updates", "train.epochs", "train.tokens", "train.eval_every", "checkpoint.every", "checkpoint.keep",
+    "input.prefetch", "input.workers",
+)  # fmt: skip
 """What a resumed run may state differently."""
-
-
-class Experiment(NamedTuple):
-    """All that a run needs, made before anything is written."""
-
-    config: Config
-    split: Split
-    corpus: data.Corpus
-    plan: data.Schedule
-    mesh: jax.sharding.Mesh | None
-    step: Step
-    rate: optax.Schedule
-    state: TrainState
-
-    def windows(self, *, start: int = 0) -> Iterator[PyTree]:
-        """The training windows from position `start`, on the devices."""
-        seed = self.config.train.seed
-        windows = data.windows(self.corpus.train, self.plan, self.split, seed=seed, start=start)
-        return (place(window, self.mesh) for window in windows)
-
-    def held_out_windows(self) -> Iterator[PyTree]:
-        """The held-out windows, on the devices."""
-        return (place(window, self.mesh) for window in data.held_out_windows(self.corpus.held_out, self.split))
-
-
-def prepare(config: Config) -> Experiment:
-    """Check the config, read the data, build model, optimizer and the initial state."""
-    split = check(config)
-    mesh = _mesh(config)
-    corpus = data.load(config.data)
-    plan = data.schedule(config.train, corpus.train, split.effective_batch)
-    init, loss_fn = models.build(config.model, vocabulary=data.VOCABULARY, context=config.data.context)
-    tx, rate = optimizers.build(config.optimizer, plan.updates)
-    params_key, key = jax.random.split(jax.random.key(config.train.seed))
-    params = jax.jit(init)(params_key)
-    step = make_step(
-        loss_fn, tx, mesh=mesh, params_specs=models.specs(params) if "model" in config.mesh else None,
-        shard_optimizer=config.optimizer.sharded,
-    )  # fmt: skip
-    return Experiment(config, split, corpus, plan, mesh, step, rate, step.init(params, key=key))
-
-
-def place(window: PyTree, mesh: jax.sharding.Mesh | None) -> PyTree:
-    """Rows to replicas. Every process knows the whole window and takes what its devices hold."""
-    if mesh is None:
-        return window
-    sharding = NamedSharding(mesh, P(None, "data"))
-    return jax.tree.map(lambda leaf: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__), window)
+SPLIT = ("batch.effective", "batch.microbatch", "batch.accumulation_steps")
 
 
 def train(config: Config, run_dir: Path, *, resume: bool) -> dict[str, Any]:
@@ -95,24 +47,27 @@ def train(config: Config, run_dir: Path, *, resume: bool) -> dict[str, Any]:
     start, state = 0, experiment.state
     if resume:
         start, state = _restore(experiment, run_dir, console)
-    compiled = _compile(experiment, state)
+    update = Update(experiment)
+    update.compile(state, experiment.window(min(start, experiment.plan.updates - 1)))
     multihost_utils.sync_global_devices("every process has checked its input")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the run folder {run_dir}: {error.strerror}. Give another --run-dir.") from error
     console.print(f"run folder {run_dir}", soft_wrap=True)
+    for note in experiment.corpus.notes:
+        console.print(f"note: {note}", soft_wrap=True, highlight=False)
     if writes:
         write_json(run_dir / "config.json", to_tree(config))
     checkpoints = open_checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep)
     records, evals = (Records(run_dir / f"{name}.jsonl", upto=start, writes=writes) for name in ("records", "evals"))
     try:
-        state = _loop(experiment, state, start, compiled, checkpoints, records, evals, console)
+        state = _loop(experiment, state, start, update, checkpoints, records, evals, console)
     finally:
         checkpoints.close()
         records.close()
         evals.close()
-    result = _sheet(experiment, state, compiled, records, evals)
+    result = _sheet(experiment, state, update.largest, records, evals)
     if writes:
         write_json(run_dir / "sheet.json", result)
     sheet.show(result, console)
@@ -120,48 +75,40 @@ def train(config: Config, run_dir: Path, *, resume: bool) -> dict[str, Any]:
     return result
 
 
-class Given(NamedTuple):
-    """What an update gives besides the new state, in buffers of its own: the next update donates the state."""
-
-    info: StepInfo
-    ledger: Ledger
-    lr: jax.Array
-
-
 class Recorder:
     """Reads what an update gave while the next one runs, so that the device does not wait for the host."""
 
     def __init__(self, records: Records, report: Report):
         self._records, self._report = records, report
-        self._pending: Given | None = None
+        self._pending: tuple[Given, float] | None = None
         self._seconds, self._tokens = 0.0, 0
         self._tokens_before: int = (records.last or {}).get("tokens", 0)
         self.restart_clock()
 
-    def push(self, given: Given) -> None:
-        """Take an update that was just dispatched; record the one before."""
-        before, self._pending = self._pending, given
+    def push(self, given: Given, waited: float) -> None:
+        """Take an update that was just dispatched, after so many seconds of waiting for its window; record the one before."""
+        before, self._pending = self._pending, (given, waited)
         if before is not None:
-            self._record(before)
+            self._record(*before)
 
     def flush(self) -> None:
         """Wait for the last update and record it."""
         if self._pending is not None:
-            self._record(self._pending)
+            self._record(*self._pending)
             self._pending = None
 
     def restart_clock(self) -> None:
         """Leave the time since the last update out of the next one's seconds."""
         self._clock = time.perf_counter()
 
-    def _record(self, given: Given) -> None:
+    def _record(self, given: Given, waited: float) -> None:
         info, ledger, lr = jax.device_get(given)
         seconds = time.perf_counter() - self._clock
         self.restart_clock()
         counts = {name: int(getattr(ledger, name)) for name in ("attempted", "applied", "microbatches", "examples", "tokens")}
         record = {
             **counts, "loss": float(info.loss), "grad_norm": float(info.grad_norm), "lr": float(lr), "seconds": seconds,
-            "outcome": Outcome(int(info.outcome)).name,
+            "waited": waited, "outcome": Outcome(int(info.outcome)).name,
         }  # fmt: skip
         self._seconds += seconds
         self._tokens, self._tokens_before = self._tokens + counts["tokens"] - self._tokens_before, counts["tokens"]
@@ -179,7 +126,7 @@ def evaluate(step: Step, state: TrainState, windows: Iterable[Any]) -> Mean:
 
 
 def _loop(
-    experiment: Experiment, state: TrainState, start: int, compiled: Any, checkpoints: Checkpoints, records: Records,
+    experiment: Experiment, state: TrainState, start: int, update: Update, checkpoints: Checkpoints, records: Records,
     evals: Records, console: Console,
 ) -> TrainState:  # fmt: skip
     """Run the windows from the state's position to the end of the plan."""
@@ -190,12 +137,11 @@ def _loop(
         loss = evaluate(experiment.step, state, experiment.held_out_windows())
         evals.append({"attempted": attempted, "loss": loss.total / loss.weight, "tokens": loss.weight})
 
-    windows = experiment.windows(start=int(state.ledger.examples))
     with progress(console, done=start, updates=plan.updates) as report:
         recorder = Recorder(records, report)
-        for attempted, window in enumerate(windows, start + 1):
-            state, given = compiled(state, window)
-            recorder.push(given)
+        for attempted, (window, waited) in enumerate(_timed(experiment.windows(start)), start + 1):
+            state, given = update(state, window)
+            recorder.push(given, waited)
             due = [every > 0 and attempted % every == 0 for every in (config.train.eval_every, config.checkpoint.every)]
             if any(due) or attempted == plan.updates:
                 recorder.flush()
@@ -207,34 +153,14 @@ def _loop(
     return state
 
 
-def _compile(experiment: Experiment, state: TrainState) -> Any:
-    """The update, compiled before anything is written."""
-
-    def update(state: TrainState, window: Any) -> tuple[TrainState, Given]:
-        lr = jnp.asarray(experiment.rate(state.ledger.applied.low.astype(jnp.int32)))
-        state, info = experiment.step.update(state, window)
-        return state, Given(info, state.ledger, lr)
-
-    return jax.jit(update, donate_argnums=0).lower(state, next(experiment.windows())).compile()
-
-
-def _mesh(config: Config) -> jax.sharding.Mesh | None:
-    if not config.mesh:
-        if jax.process_count() > 1:
-            raise UserError(
-                f"{jax.process_count()} processes run, but no mesh is stated. Add --mesh data={jax.device_count()}."
-            )
-        return None
-    axes = {"data": 1, **config.mesh}
-    wanted, found = math.prod(axes.values()), jax.device_count()
-    if wanted > found or (jax.process_count() > 1 and wanted != found):
-        stated = " x ".join(f"{name} {size}" for name, size in axes.items())
-        raise UserError(
-            f"mesh {stated} needs {wanted} devices; there are {found} in {jax.process_count()} processes. State a mesh of "
-            f"{found}; for CPU devices set JAX_NUM_CPU_DEVICES={wanted}."
-        )
-    types = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:wanted], axis_types=types)
+def _timed(windows: Iterator[PyTree]) -> Iterator[tuple[PyTree, float]]:
+    """Every window, with the seconds that it was waited for."""
+    while True:
+        asked = time.perf_counter()
+        window = next(windows, None)
+        if window is None:
+            return
+        yield window, time.perf_counter() - asked
 
 
 def _check_folder(run_dir: Path, resume: bool) -> None:
@@ -261,6 +187,12 @@ def _restore(experiment: Experiment, run_dir: Path, console: Console) -> tuple[i
         )
     state = checkpoints.restore(attempted, experiment.state)
     checkpoints.close()
+    planned, consumed = experiment.plan.counts(attempted)["examples"], int(jax.device_get(state.ledger).examples)
+    if planned != consumed:
+        raise UserError(
+            f"{run_dir} has consumed {consumed} rows in {attempted} updates, and a run of this duration {planned}: the last "
+            "window of the shorter run was a short one. State the duration of the run, or begin a new one."
+        )
     console.print(f"resuming after update {attempted} of {experiment.plan.updates}", soft_wrap=True)
     return attempted, state
 
@@ -275,7 +207,7 @@ def _check_same(meta: dict[str, Any], experiment: Experiment, run_dir: Path) -> 
     if meta["split"] != experiment.split._asdict():
         refused.append(f"split: {meta['split']} in the run, {experiment.split._asdict()} now")
     if meta["fingerprint"] != experiment.corpus.fingerprint:
-        refused.append("the text itself: its fingerprint is not the one of the run")
+        refused.append("the data itself: its fingerprint is not the one of the run")
     if refused:
         raise UserError(
             "\n  ".join([f"{run_dir} was run with another configuration; repeat its own, or begin a new run:", *refused])
@@ -291,9 +223,10 @@ def _meta(experiment: Experiment) -> dict[str, Any]:
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """`{section.key: value}` without the batch section, which the split stands for; tuples as JSON's lists."""
-    pairs = ((f"{section}.{key}", value) for section, keys in tree.items() if section != "batch" for key, value in keys.items())
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs}
+    """`{section.key: value}` without the quantities that the split stands for; tuples as JSON's lists."""
+    pairs = ((f"{section}.{key}", value) for section, keys in tree.items() for key, value in keys.items())
+    kept = ((name, value) for name, value in pairs if name not in SPLIT)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept}
 
 
 def _whole(params: PyTree, mesh: jax.sharding.Mesh | None) -> PyTree:
@@ -303,21 +236,23 @@ def _whole(params: PyTree, mesh: jax.sharding.Mesh | None) -> PyTree:
 
 def _sheet(experiment: Experiment, state: TrainState, compiled: Any, records: Records, evals: Records) -> dict[str, Any]:
     split, plan, ledger = experiment.split, experiment.plan, jax.device_get(state.ledger)
+    config, counts = experiment.config, plan.counts(int(ledger.attempted))
     peak, source = sheet.peak_memory(compiled)
     first, last, evaluated = records.first or {}, records.last or {}, evals.last or {}
+    counted = "labelled pixels" if config.model.name == "unet" else "supervised tokens"
     return {
         "microbatch": split.microbatch, "accumulation_steps": split.accumulation_steps, "replicas": split.replicas,
         "effective_batch": split.effective_batch, "attempted": int(ledger.attempted), "applied": int(ledger.applied),
         "skipped": int(ledger.attempted) - int(ledger.applied),
         "microbatches": int(ledger.microbatches), "examples": int(ledger.examples),
         "supervised_tokens": int(ledger.tokens),
-        "precision": f"{experiment.config.model.dtype} computation, float32 parameters and sums",
-        "normalization": "supervised tokens of the window",
-        "last_window": "process",
-        "last_window_examples": (plan.examples - 1) % split.effective_batch + 1,
+        "precision": f"{config.model.dtype} computation, float32 parameters and sums",
+        "normalization": f"{counted} of the window",
+        "windows": config.batch.schedule or (f"{config.batch.tokens} tokens" if config.batch.tokens else "all alike"),
+        "last_window": config.batch.last, "examples_dropped": counts["dropped"], "examples_carried": counts["carried"],
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
         "peak_memory_bytes": peak, "peak_memory_source": source,
         "first_loss": first.get("loss"), "final_loss": last.get("loss"), "eval_loss": evaluated.get("loss"),
-        "unigram_entropy": data.unigram_entropy(experiment.corpus.held_out),
+        "unigram_entropy": sheet.entropy(experiment.corpus.held_out.label_counts()),
         "data_fingerprint": experiment.corpus.fingerprint, "params_sha256": sheet.digest(_whole(state.params, experiment.mesh)),
     }  # fmt: skip

@@ -21,6 +21,12 @@ def digest(params: Any) -> str:
     return total.hexdigest()
 
 
+def entropy(counts: np.ndarray) -> float:
+    """Entropy in nats of the frequencies of the labels: the loss that a model without input could reach at best."""
+    frequencies = counts[counts > 0] / counts.sum()
+    return float(-np.sum(frequencies * np.log(frequencies)))
+
+
 def peak_memory(compiled: Any) -> tuple[int | None, str]:
     """Bytes per device, and where the number is from: the device itself, or the compiled update."""
     stats = jax.local_devices()[0].memory_stats()
