@@ -55,53 +55,50 @@ class Pair(NamedTuple):
     mask: np.ndarray | Path
 
 
+class Found(NamedTuple):
+    """What is known of a pair before the run: shape of the image, labelled pixels, digests of image and mask."""
+
+    shape: tuple[int, ...]
+    targets: int
+    image: bytes
+    mask: bytes
+
+
 def load_images(config: DataConfig) -> Corpus:
     """`.npz` files and folders, every mask checked; held out by the digest of the image, so that equal ones stay together."""
     assert config.vocabulary is not None
     pairs = [pair for path in map(Path, config.paths) for pair in (_folder(path) if path.is_dir() else _arrays(path))]
     found = [_inspect(pair, config.vocabulary) for pair in pairs]
-    for pair, (shape, _, _) in zip(pairs, found, strict=True):
-        if shape != found[0][0]:
+    for pair, (shape, *_) in zip(pairs, found, strict=True):
+        if shape != found[0].shape:
             raise UserError(
-                f"{pair.where} is {shape} (height, width, channels), {pairs[0].where} is {found[0][0]}. Resize or crop the images "
-                "to one size."
+                f"{pair.where} is {shape} (height, width, channels), {pairs[0].where} is {found[0].shape}. Resize or crop the "
+                "images to one size."
             )
-    kept = [index for index, (_, targets, _) in enumerate(found) if targets]
+    kept = [index for index, each in enumerate(found) if each.targets]
     if not kept:
         raise UserError(
-            f"data.paths: none of {len(pairs)} images has a labelled pixel. Give masks with values other than {VOID}."
+            f"data.paths: none of {len(pairs)} images has a labelled pixel. Give masks with other values than {VOID}."
         )
-    keys = [found[index][2] for index in kept]
-    held_out, repeated = hold_out(
-        keys,
-        config.held_out,
-        sizes=[1] * len(keys),
-        single="data: one image cannot be split into training and held-out images.",
-    )
-    train, held = (
-        Images(
-            _read,
-            [pairs[index] for index, out in zip(kept, held_out, strict=True) if bool(out) is part],
-            np.array([found[index][1] for index, out in zip(kept, held_out, strict=True) if bool(out) is part], np.int64),
-            config.vocabulary,
-        )
-        for part in (False, True)
-    )
-    digest = hashlib.sha256(str(config.vocabulary).encode())
-    for key, out in zip(keys, held_out, strict=True):
-        digest.update(key + bytes([out]))
+    single = "data: one image cannot be split into training and held-out images. Give more images."
+    keys = [found[index].image for index in kept]
+    held_out, repeated = hold_out(keys, config.held_out, sizes=[1] * len(kept), single=single)
+    parts, digest = [], hashlib.sha256(str(config.vocabulary).encode())
+    for part in (False, True):
+        chosen = [kept[index] for index in np.flatnonzero(held_out == part).tolist()]
+        targets = np.array([found[index].targets for index in chosen], np.int64)
+        parts.append(Images(_read, [pairs[index] for index in chosen], targets, config.vocabulary))
+        digest.update(b"".join([bytes([part]), *(found[index].image + found[index].mask for index in chosen)]))
     notes = []
     if len(kept) < len(pairs):
         notes.append(f"{len(pairs) - len(kept)} of {len(pairs)} images have no labelled pixel and were left out.")
     if repeated:
         notes.append(f"{repeated} of {len(kept)} images repeat an earlier one; they are kept, on the same side of the split.")
-    return Corpus(train, held, digest.hexdigest(), config.vocabulary, tuple(notes))
+    return Corpus(parts[0], parts[1], digest.hexdigest(), config.vocabulary, tuple(notes))
 
 
 def load_shapes(config: DataConfig) -> Corpus:
     """`data.examples` generated images, of which the last are held out; each is drawn when it is asked for."""
-    if config.examples < 2:
-        raise UserError("data: one image cannot be split into training and held-out images. State data.examples of 2 or more.")
     held = min(max(1, round(config.held_out * config.examples)), config.examples - 1)
     strips, borders = void_sizes(config.size, np.arange(config.examples))
     targets = config.size**2 - strips * config.size - borders
@@ -165,16 +162,14 @@ def _folder(path: Path) -> Iterator[Pair]:
         yield Pair(str(image), image, names["masks"][stem])
 
 
-def _inspect(pair: Pair, classes: int) -> tuple[tuple[int, ...], int, bytes]:
-    """Shape of the image, labelled pixels of the mask, and a digest of both; or raise `UserError` for what is wrong."""
-    if isinstance(pair.image, Path) or isinstance(pair.mask, Path):
+def _inspect(pair: Pair, classes: int) -> Found:
+    """What is to be known of a pair, or raise `UserError` for what is wrong with it. A picture is not decoded, its mask is."""
+    if isinstance(pair.image, Path):
         shape = _picture(pair.image, lambda picture: (picture.height, picture.width, 3))
-        content = [path.read_bytes() for path in (pair.image, pair.mask) if isinstance(path, Path)]
     else:
         shape = pair.image.shape
         if pair.image.dtype.kind == "f" and not np.isfinite(pair.image).all():
             raise UserError(f"{pair.where} has NaN or infinity. Remove it or repair it.")
-        content = [np.ascontiguousarray(array).tobytes() for array in (pair.image, pair.mask)]
     mask = _mask(pair)
     if mask.shape != shape[:2]:
         raise UserError(f"{pair.where} is {shape[:2]} (height, width), its mask is {mask.shape}. They must agree.")
@@ -182,10 +177,15 @@ def _inspect(pair: Pair, classes: int) -> tuple[tuple[int, ...], int, bytes]:
     if bad.any():
         y, x = np.argwhere(bad)[0]
         raise UserError(
-            f"{pair.where}: the mask is {mask[y, x]} at row {y}, column {x}, and data.vocabulary is {classes} classes. Labels are "
-            f"0 to {classes - 1}, and {VOID} where there is none."
+            f"{pair.where}: the mask is {mask[y, x]} at row {y}, column {x}, and data.vocabulary is {classes} classes. "
+            f"Labels are 0 to {classes - 1}, and {VOID} where there is none."
         )
-    return shape, int(np.sum(mask != VOID)), hashlib.sha256(b"".join(content)).digest()
+    return Found(shape, int(np.sum(mask != VOID)), _digest(pair.image), _digest(pair.mask))
+
+
+def _digest(source: np.ndarray | Path) -> bytes:
+    content = source.read_bytes() if isinstance(source, Path) else np.ascontiguousarray(source).tobytes()
+    return hashlib.sha256(content).digest()
 
 
 def _read(pair: Pair) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxacc.experiment.config import UserError
+from jaxacc.experiment.pieces import pack, ranges
 
 IGNORED = -100
 AT_A_TIME = 2**20
@@ -99,12 +100,13 @@ class Rows(NamedTuple):
           UserError: for a token id that is not in the vocabulary.
         """
         chosen = np.asarray(indices, np.int64)
-        pieces, row_of = _ranges(self.first[chosen], self.first[chosen + 1] - self.first[chosen])
-        places, piece = _ranges(self.starts[pieces], self.lengths[pieces])
+        pieces, row_of = ranges(self.first[chosen], self.first[chosen + 1] - self.first[chosen])
+        places, piece = ranges(self.starts[pieces], self.lengths[pieces])
         row = row_of[piece]
         column = np.arange(len(row)) - np.searchsorted(row, row)
         found = np.asarray(self.stream[places])
         check_tokens(found, places, self.vocabulary, self.name)
+        found = found.astype(np.int32)
         shape = (len(chosen), self.context)
         tokens, labels = np.full(shape, self.padding, np.int32), np.full(shape, IGNORED, np.int32)
         tokens[row, column] = found
@@ -122,7 +124,7 @@ class Rows(NamedTuple):
         step = max(1, AT_A_TIME // self.context)
         for begin in range(0, len(self.starts), step):
             some = slice(begin, begin + step)
-            places, _ = _ranges(self.starts[some] + 1, self.lengths[some] - 1)
+            places, _ = ranges(self.starts[some] + 1, self.lengths[some] - 1)
             if self.supervised is not None:
                 places = places[self.supervised[places]]
             found = np.asarray(self.stream[places])
@@ -178,66 +180,6 @@ def make_rows(
         per_piece = before[starts + lengths] - before[starts + 1]
     targets = np.add.reduceat(per_piece, first[:-1], dtype=np.int64)
     return Rows(stream, starts, lengths, first, targets, context, vocabulary, padding, packing, supervised, name)
-
-
-def cut(lengths: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut sequences that follow each other in a stream into pieces of at most `context` tokens.
-
-    The pieces of a sequence overlap by one token, so that every token but its first is a target once.
-
-    Args:
-      lengths: tokens of every sequence, `(S,)`, at least 2.
-      context: most tokens of a piece, at least 2.
-
-    Returns:
-      First token and tokens of every piece, `(P,)` int64 each.
-
-    >>> [part.tolist() for part in cut(np.array([5, 2]), 4)]
-    [[0, 3, 5], [4, 2, 2]]
-    """
-    lengths = np.asarray(lengths, np.int64)
-    ends = np.cumsum(lengths)
-    counts = -(-(lengths - 1) // (context - 1))
-    number, sequence = _ranges(np.zeros_like(counts), counts)
-    starts = (ends - lengths)[sequence] + number * (context - 1)
-    return starts, np.minimum(ends[sequence] - starts, context)
-
-
-def pack(lengths: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put pieces into rows of `context` tokens: the longest first, each where the least room is left that takes it.
-
-    This is best-fit decreasing: linear in the pieces, and the same for the same lengths.
-
-    Args:
-      lengths: tokens of every piece, `(P,)`, none longer than `context`.
-      context: tokens of a row.
-
-    Returns:
-      The pieces row by row, `(P,)`, and the first of every row with `P` at the end, `(R + 1,)`.
-
-    >>> order, first = pack(np.array([3, 6, 2, 5, 4]), 10)
-    >>> [order[begin:end].tolist() for begin, end in zip(first[:-1], first[1:])]
-    [[1, 4], [3, 0, 2]]
-    """
-    rows: list[list[int]] = []
-    waiting: list[list[int]] = [[] for _ in range(context + 1)]  # rows by the room left in them
-    rooms = 0  # bit r: a row with room r waits
-    sizes = np.asarray(lengths).tolist()
-    for piece in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        fitting = rooms >> sizes[piece]
-        if fitting:
-            room = sizes[piece] + (fitting & -fitting).bit_length() - 1
-            row = waiting[room].pop()
-            rooms ^= 0 if waiting[room] else 1 << room
-        else:
-            room, row = context, len(rows)
-            rows.append([])
-        rows[row].append(piece)
-        left = room - sizes[piece]
-        waiting[left].append(row)
-        rooms |= 1 << left
-    first = np.cumsum([0, *map(len, rows)])
-    return np.array([piece for row in rows for piece in row], np.int64), first
 
 
 def check_tokens(tokens: np.ndarray, places: np.ndarray | range, vocabulary: int, name: str) -> None:
@@ -297,10 +239,3 @@ def _layout(rows: Rows) -> Iterator[np.ndarray]:
         yield rows.first
     if rows.supervised is not None:
         yield rows.supervised
-
-
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`start, start + 1, ...` for every start, as many as its length, one after the other; and whose each one is."""
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    before = np.cumsum(lengths) - lengths
-    return np.arange(len(owner)) + (starts - before)[owner], owner

@@ -35,10 +35,11 @@ def draw_shapes(size: int, row: int) -> tuple[np.ndarray, np.ndarray]:
         fill = _texture(rng, y[window[0]], x[:, window[1]], frequency=rng.uniform(2, 10))
         image[window][inside] = fill[inside]
         labels[window][inside] = kind
-    image += 0.05 * rng.standard_normal(image.shape, np.float32)
+    noise = rng.random(image.shape, np.float32)
+    image += 0.2 * noise - 0.1
     strips, borders = void_sizes(size, np.array([row]))
     _void(rng, labels, strip=int(strips[0]), border=int(borders[0]))
-    return np.clip(image, 0, 1), labels
+    return np.clip(image, 0, 1, out=image), labels
 
 
 def void_sizes(size: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,11 @@ import numpy as np
 
 from jaxacc.experiment.config import DataConfig, UserError, check_data
 from jaxacc.experiment.images import load_images, load_shapes
+from jaxacc.experiment.pieces import cut
+from jaxacc.experiment.readers import chat, check_text, help_topics, open_table, read_files, read_jsonl
 from jaxacc.experiment.rows import Corpus as Corpus
 from jaxacc.experiment.rows import Examples as Examples
-from jaxacc.experiment.rows import Joined, Rows, check_tokens, cut, digest_rows, hold_out, make_rows
+from jaxacc.experiment.rows import Joined, Rows, check_tokens, digest_rows, hold_out, make_rows
 from jaxacc.experiment.tokens import Message, Tokenizer, encode_chats, encode_documents, open_tokenizer
 
 WHOLE = 64 * 2**20
@@ -39,31 +40,30 @@ def load(config: DataConfig) -> Corpus:
 
 
 def _text(config: DataConfig) -> Corpus:
-    documents = _read_files(config) if config.paths else help_topics()
+    documents = read_files(config) if config.paths else help_topics()
     return _from_documents(config, documents, 'Give more files, or documents = "paragraph".')
 
 
 def _jsonl(config: DataConfig) -> Corpus:
-    chats = [chat for path in map(Path, config.paths) for chat in _read_jsonl(path)]
-    return _from_chats(config, chats)
+    return _from_chats(config, [example for path in map(Path, config.paths) for example in read_jsonl(path)])
 
 
 def _hf(config: DataConfig) -> Corpus:
     """Columns `messages`, or `prompt` and `response`, or `text`: the first of these that the table has."""
-    table, name = _open_table(config), config.paths[0]
+    table, name = open_table(config), config.paths[0]
     columns = set(table.column_names)
     if "messages" in columns or {"prompt", "response"} <= columns:
         names = ["messages"] if "messages" in columns else ["prompt", "response"]
         rows = table.select_columns(names)
-        return _from_chats(config, [_chat(row, f"{name}, row {index}") for index, row in enumerate(rows)])
+        return _from_chats(config, [chat(row, f"{name}, row {index}") for index, row in enumerate(rows)])
     if "text" not in columns:
         raise UserError(
-            f"{name} has the columns {', '.join(sorted(columns))}. It needs text, or prompt and response, or messages: rename_column "
-            "gives them these names."
+            f"{name} has the columns {', '.join(sorted(columns))}. It needs text, or prompt and response, or "
+            "messages: rename_column gives them these names."
         )
     documents = list(table["text"])
     for index, text in enumerate(documents):
-        _check_text(text, f"{name}, row {index}: text")
+        check_text(text, f"{name}, row {index}: text")
     documents = [text for text in documents if text.strip()]
     if not documents:
         raise UserError(f"data.paths: {name} is empty. Name a dataset that contains text.")
@@ -87,7 +87,8 @@ def _from_chats(config: DataConfig, chats: Sequence[tuple[Message, ...]]) -> Cor
     cut_short = sum(bool(supervised[index][context:].any()) for index in kept)
     if not kept:
         raise UserError(
-            f"data: none of {len(chats)} examples has a response within the first {context} tokens. State a larger data.context."
+            f"data: none of {len(chats)} examples has a response within the context of {context} tokens. State a larger "
+            "data.context."
         )
     notes = []
     if cut_short:
@@ -96,8 +97,8 @@ def _from_chats(config: DataConfig, chats: Sequence[tuple[Message, ...]]) -> Cor
         )
     if len(kept) < len(chats):
         notes.append(
-            f"{len(chats) - len(kept)} of {len(chats)} examples have no response within the context of {context} tokens and were "
-            "left out."
+            f"{len(chats) - len(kept)} of {len(chats)} examples have no response within the context of {context} tokens "
+            "and were left out."
         )
     keys = [json.dumps(chats[index]).encode() for index in kept]
     sequences, supervised = ([array[index][:context] for index in kept] for array in (sequences, supervised))
@@ -122,7 +123,7 @@ def _corpus(
 
 
 def _select(arrays: Sequence[np.ndarray] | None, chosen: np.ndarray) -> list[np.ndarray] | None:
-    return None if arrays is None else [arrays[index] for index in np.flatnonzero(chosen)]
+    return None if arrays is None else [arrays[index] for index in np.flatnonzero(chosen).tolist()]
 
 
 def _rows(config: DataConfig, tokenizer: Tokenizer, sequences: Any, supervised: Any) -> Rows:
@@ -132,111 +133,6 @@ def _rows(config: DataConfig, tokenizer: Tokenizer, sequences: Any, supervised: 
         padding=next(iter(tokenizer.special.values())), packing=config.packing,
         supervised=None if supervised is None else np.concatenate(supervised),
     )  # fmt: skip
-
-
-def help_topics() -> list[str]:
-    """The sections of all help topics; topics repeat each other, so a paragraph is taken where it first occurs."""
-    from pydoc_data.topics import topics
-
-    seen: set[str] = set()
-    sections = []
-    for section in (part for name in sorted(topics) for part in re.split(r"\n{3,}", topics[name])):
-        fresh = [part.strip("\n") for part in _paragraphs(section) if part.strip() not in seen]
-        seen.update(part.strip() for part in fresh)
-        if fresh:
-            sections.append("\n\n".join(fresh))
-    return sections
-
-
-def _paragraphs(text: str) -> list[str]:
-    return [part for part in re.split(r"\n\s*\n", text) if part.strip()]
-
-
-def _read_files(config: DataConfig) -> list[str]:
-    documents = []
-    for path in map(Path, config.paths):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"data.paths: cannot read {path}: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise UserError(f"data.paths: {path} is not UTF-8 text: {error}.") from error
-        parts = [text] if config.documents == "file" else _paragraphs(text)
-        found = [part.strip() for part in parts if part.strip()]
-        if not found:
-            raise UserError(f"data.paths: {path} is empty. Name files that contain text.")
-        documents += found
-    return documents
-
-
-def _read_jsonl(path: Path) -> Iterator[tuple[Message, ...]]:
-    """The examples of a file, one a line; blank lines are none."""
-    number = 0
-    try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _chat(_parse(line, f"{path}, line {number}"), f"{path}, line {number}")
-    except OSError as error:
-        raise UserError(f"data.paths: cannot read {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"data.paths: {path} is not UTF-8 text after line {number}: {error}.") from error
-
-
-def _parse(line: str, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{where} is not JSON: {error}. A line holds one object.") from error
-
-
-def _chat(entry: Any, where: str) -> tuple[Message, ...]:
-    """Either `messages`, or `prompt` and `response` as those of a user and the assistant."""
-    keys = set(entry) & {"messages", "prompt", "response"} if isinstance(entry, dict) else set()
-    if keys == {"prompt", "response"}:
-        for key in ("prompt", "response"):
-            _check_text(entry[key], f"{where}: {key}")
-        return (("user", entry["prompt"]), ("assistant", entry["response"]))
-    if keys != {"messages"}:
-        found = (
-            f"the keys {', '.join(sorted(entry)) or 'of nothing'}" if isinstance(entry, dict) else f"a {type(entry).__name__}"
-        )
-        raise UserError(f'{where} holds {found}. It must hold either "prompt" and "response", or "messages".')
-    messages = entry["messages"]
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise UserError(f'{where}: messages must be a list of {{"role": ..., "content": ...}}, one at least.')
-    for index, message in enumerate(messages):
-        for key in ("role", "content"):
-            _check_text(message.get(key), f"{where}: {key} of message {index}")
-    return tuple((message["role"], message["content"]) for message in messages)
-
-
-def _check_text(value: Any, where: str) -> None:
-    if not isinstance(value, str):
-        raise UserError(f"{where} is {'missing' if value is None else f'a {type(value).__name__}'}. It must be a string.")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where} holds half of a surrogate pair, which is not text: {error}.") from error
-
-
-def _open_table(config: DataConfig) -> Any:
-    """A split of a Hugging Face dataset: of a folder that `save_to_disk` wrote, or what `load_dataset` finds by the name."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError("data.source = \"hf\" needs the package datasets. Run: pip install 'jaxacc[hf]'") from error
-    name, folder = config.paths[0], Path(config.paths[0])
-    saved = any((folder / file).exists() for file in ("state.json", "dataset_dict.json"))
-    try:
-        table = datasets.load_from_disk(name) if saved else datasets.load_dataset(name, split=config.split)
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.paths: cannot load the dataset {name}, split {config.split}: {error}") from error
-    if isinstance(table, dict):
-        if config.split not in table:
-            raise UserError(f"{name} has no split {config.split!r}; it has {', '.join(table)}. State data.split.")
-        table = table[config.split]
-    return table
 
 
 def _token_files(config: DataConfig) -> Corpus:
@@ -296,7 +192,8 @@ def _cut_file(tokens: np.ndarray, config: DataConfig, name: str) -> Iterable[Row
     units = len(starts) // per_unit
     if units < 2:
         raise UserError(
-            f"{name}: one row cannot be split into training and held-out rows. Give more tokens than data.context={config.context}."
+            f"{name}: one row cannot be split into training and held-out rows. Give more tokens than "
+            f"data.context={config.context}."
         )
     held_out = min(max(1, round(config.held_out * units)), units - 1)
     cut_at = (units - held_out) * per_unit

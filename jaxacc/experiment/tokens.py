@@ -129,6 +129,6 @@ def _special(config: DataConfig, name: str, tokenizer: Any) -> int:
             return index
     known = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     raise UserError(
-        f"data.tokenizer: {config.tokenizer} has none of {', '.join(candidates)}. State data.{name}_token, one of its tokens; its "
-        f"special ones are {', '.join(known) or 'none: add one'}."
+        f"data.tokenizer: {config.tokenizer} has none of {', '.join(candidates)}. State data.{name}_token, one of its "
+        f"tokens; its special ones are {', '.join(known) or 'none: add one'}."
     )
