@@ -12,7 +12,9 @@ import pytest
 
 from jaxacc import losses
 from jaxacc.experiment import sources
+from jaxacc.experiment.cli import main
 from jaxacc.experiment.config import BatchConfig, Config, DataConfig, TrainConfig, UserError, check
+from jaxacc.experiment.config import load as load_config
 from jaxacc.experiment.pieces import cut, pack
 from jaxacc.experiment.rows import Joined, make_rows
 from jaxacc.experiment.shapes import draw_shapes
@@ -481,6 +483,24 @@ def test_options_belong_to_their_source(options, message):
         sources.load(config)
     with pytest.raises(UserError, match=message):
         check(Config(batch=BatchConfig(8, 4), train=TrainConfig(updates=1), data=config))
+
+
+def test_options_are_read_from_toml_and_the_command_line(tmp_path, capsys):
+    """Optional numbers and choices included; another choice is an error that names the known ones."""
+    data = {"source": '"tokens"', "paths": '["a.bin"]', "vocabulary": 50257, "token_dtype": '"uint16"', "packing": "true"}
+    (tmp_path / "a.toml").write_text("[data]\n" + "\n".join(f"{key} = {value}" for key, value in data.items()))
+    assert load_config(tmp_path / "a.toml").data == DataConfig(
+        "tokens", ("a.bin",), vocabulary=50257, token_dtype="uint16", packing=True
+    )
+    (tmp_path / "b.toml").write_text('[data]\nsource = "text"\ntoken_dtype = "int8"\nvocabulary = 1.5')
+    with pytest.raises(UserError, match=r"2 faults(.|\n)*'int8' is not one of 'uint16', 'uint32'"):
+        load_config(tmp_path / "b.toml")
+    options = ["--data.vocabulary", "9", "--data.token-dtype", "uint32", "--data.source", "shapes", "--data.no-packing"]
+    assert main(["train", str(tmp_path / "a.toml"), *options]) == 2
+    error = capsys.readouterr().err
+    assert "data.vocabulary=9 does not belong" in error
+    assert "data.token_dtype='uint32' does not belong" in error
+    assert "packing" not in error
 
 
 @pytest.mark.parametrize(
