@@ -14,6 +14,9 @@ ORDER = [
     "__main__",
 ]  # fmt: skip
 
+SOURCES = ["config", "pieces", "rows", "tokens", "shapes", "images", "readers", "sources"]
+"""The data sources of the experiment runner, in the same sense."""
+
 
 def module_of(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -39,6 +42,14 @@ def test_imports_go_up(path):
         if module == "experiment" and name not in ORDER:
             continue  # the public face
         assert ORDER.index(name) < ORDER.index(module), f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_sources_import_sources_above(module):
+    """And no other part of the runner."""
+    for node in ast.walk(ast.parse((PACKAGE / "experiment" / f"{module}.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxacc.experiment"):
+            assert node.module.split(".")[2] in SOURCES[: SOURCES.index(module)]
 
 
 def test_only_the_checkpoint_imports_orbax():

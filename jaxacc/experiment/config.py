@@ -72,16 +72,51 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text, as byte tokens. Without paths: the English help texts that ship with Python."""
+    """Where the rows come from. Without a word: byte tokens of the English help texts that ship with Python."""
 
+    source: Literal["text", "jsonl", "tokens", "images", "shapes", "hf"] = "text"
+    """text: UTF-8 files. jsonl: prompts and responses, of which the responses are supervised. tokens: .npy or .bin files of
+    token ids. images: .npz files, or folders with images/ and masks/. shapes: generated images. hf: a Hugging Face dataset."""
     paths: tuple[str, ...] = ()
-    """Your own UTF-8 text files."""
+    """Your own files; for hf one name or folder. text without paths: the help texts."""
     documents: Literal["file", "paragraph"] = "file"
-    """What a document is in your files: the file, or each part between blank lines. Rows never cross documents."""
+    """What a document is in text files: the file, or each part between blank lines. Rows never cross documents."""
     context: int = _number(128, minimum=2)
-    """Most tokens in a row."""
+    """Most tokens in a row. Documents go on in the next row; responses are cut."""
     held_out: float = _number(0.1, above=0, below=1)
-    """Share of the bytes held out for evaluation, by whole documents."""
+    """Share held out for evaluation: whole documents, examples or images by their digest; of tokens and shapes the last."""
+    packing: bool = False
+    """Several whole sequences in a row, told apart by segment ids (text, jsonl, hf)."""
+    tokenizer: str = ""
+    """A Hugging Face tokenizers JSON file (text, jsonl, hf; extra [bpe]). Empty: bytes."""
+    boundary_token: str = ""
+    """The tokenizer's token around documents. Empty: found by name, as <|endoftext|>."""
+    begin_token: str = ""
+    """The tokenizer's token before a message. Empty: found by name, as <|im_start|>."""
+    end_token: str = ""
+    """The tokenizer's token after a message. Empty: found by name, as <|im_end|>."""
+    vocabulary: int | None = _number(None, minimum=2, below=2**31)
+    """tokens: token ids are below it. images: the number of classes."""
+    token_dtype: Literal["uint16", "uint32"] | None = None
+    """What a .bin file holds, little-endian (tokens)."""
+    split: str = "train"
+    """The split of a Hugging Face dataset (hf)."""
+    examples: int = _number(512, minimum=2)
+    """Generated images (shapes)."""
+    size: int = _number(256, minimum=8, below=2**14)
+    """Height and width of generated images in pixels (shapes)."""
+
+
+_TEXTUAL = {"paths", "context", "packing", "tokenizer"}
+_OPTIONS = {
+    "text": _TEXTUAL | {"documents", "boundary_token"},
+    "jsonl": _TEXTUAL | {"begin_token", "end_token"},
+    "hf": _TEXTUAL | {"boundary_token", "begin_token", "end_token", "split"},
+    "tokens": {"paths", "context", "vocabulary", "token_dtype"},
+    "images": {"paths", "vocabulary"},
+    "shapes": {"examples", "size"},
+}
+"""Options of `[data]` that belong to each source, besides `source` and `held_out`."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +254,8 @@ def without_quantities(config: Config) -> Config:
 def check(config: Config) -> Split:
     """Check every value and return the split, or raise one `UserError` that lists everything wrong."""
     faults = list(_bound_faults(config, ""))
-    if config.model.width % config.model.heads:
-        faults.append(f"model.width={config.model.width} is not divisible by model.heads={config.model.heads}.")
+    faults += _model_faults(config)
+    faults += _data_faults(config.data)
     faults += _mesh_faults(config)
     durations = {name: getattr(config.train, name) for name in DURATIONS}
     stated = [f"{name}={value}" for name, value in durations.items() if value is not None]
@@ -255,6 +290,12 @@ def _split(batch: BatchConfig, replicas: int) -> Split:
     return solve_split(**stated, replicas=replicas)
 
 
+def check_data(data: DataConfig) -> None:
+    """Check `[data]` alone, or raise one `UserError` that lists everything wrong."""
+    if faults := [*_bound_faults(data, "data."), *_data_faults(data)]:
+        raise UserError(_listing("the configuration", faults))
+
+
 def _override_duration(file: TrainConfig, given: TrainConfig) -> TrainConfig:
     if any(getattr(given, name) is not None for name in DURATIONS):
         return given
@@ -276,6 +317,17 @@ def _override_batch(file: BatchConfig, given: BatchConfig) -> BatchConfig:
     return dataclasses.replace(given, effective=effective)
 
 
+def _model_faults(config: Config) -> Iterator[str]:
+    model, source = config.model, config.data.source
+    if (model.name == "unet") != (source in ("images", "shapes")):
+        wanted = "unet" if source in ("images", "shapes") else "transformer"
+        yield f'model.name="{model.name}" cannot read data.source="{source}". Use the {wanted}, or another source.'
+    if model.name == "transformer" and model.width % model.heads:
+        yield f"model.width={model.width} is not divisible by model.heads={model.heads}."
+    if model.name == "unet" and "model" in config.mesh:
+        yield "mesh.model shards the transformer; a U-Net has nothing for it. Leave it out."
+
+
 def _mesh_faults(config: Config) -> Iterator[str]:
     for axis, size in config.mesh.items():
         if axis not in MESH_AXES:
@@ -286,6 +338,30 @@ def _mesh_faults(config: Config) -> Iterator[str]:
             yield f"mesh.model={size} must divide model.heads={config.model.heads} and model.hidden={config.model.hidden}."
     if config.optimizer.sharded and config.replicas < 2:
         yield "optimizer.sharded needs replicas to shard over: state mesh.data."
+
+
+def _data_faults(data: DataConfig) -> Iterator[str]:
+    known = _OPTIONS[data.source]
+    for item in dataclasses.fields(data):
+        value, name = getattr(data, item.name), item.name
+        if name not in known | {"source", "held_out"} and value != item.default:
+            owners = " and ".join(f'"{source}"' for source, options in _OPTIONS.items() if name in options)
+            yield f'data.{name}={value!r} does not belong to data.source="{data.source}", but to {owners}. Leave it out.'
+    if data.source not in ("text", "shapes") and not data.paths:
+        yield f'data.source="{data.source}" needs data.paths.'
+    if data.source == "hf" and len(data.paths) > 1:
+        yield f"data.paths names {len(data.paths)} datasets. State one name or folder."
+    if "vocabulary" in known and data.vocabulary is None:
+        what = "number of classes" if data.source == "images" else "number that token ids are below"
+        yield f'data.source="{data.source}" needs data.vocabulary, the {what}.'
+    if data.source == "images" and data.vocabulary is not None and data.vocabulary > 255:
+        yield f"data.vocabulary={data.vocabulary} classes do not fit into 8 bits, of which 255 is no label. Use at most 255."
+    if data.source == "tokens" and data.token_dtype is None and any(path.endswith(".bin") for path in data.paths):
+        yield "data.token_dtype is needed for a .bin file: uint16 or uint32."
+    if not data.tokenizer:
+        for name in ("boundary_token", "begin_token", "end_token"):
+            if name in known and getattr(data, name):
+                yield f"data.{name} is a token of data.tokenizer, which is not stated. Byte tokens have their own."
 
 
 def _bound_faults(node: Any, prefix: str) -> Iterator[str]:
