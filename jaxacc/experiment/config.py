@@ -18,6 +18,7 @@ from jaxacc._sizes import Policy, Unit, parse_schedule
 from jaxacc._split import Split, solve_split
 
 DURATIONS = ("updates", "epochs", "tokens")
+QUANTITIES = ("effective", "microbatch", "accumulation_steps", "schedule", "tokens")
 MESH_AXES = ("data", "model")
 
 
@@ -247,8 +248,8 @@ def override(config: Config, given: Config) -> Config:
 
 def without_quantities(config: Config) -> Config:
     """The config without batch quantities and durations: what the command line starts from."""
-    nothing = dict.fromkeys(DURATIONS)
-    return dataclasses.replace(config, batch=BatchConfig(), train=dataclasses.replace(config.train, **nothing))
+    batch = dataclasses.replace(config.batch, **dict.fromkeys(QUANTITIES))
+    return dataclasses.replace(config, batch=batch, train=dataclasses.replace(config.train, **dict.fromkeys(DURATIONS)))
 
 
 def check(config: Config) -> Split:
@@ -275,7 +276,11 @@ def check(config: Config) -> Split:
 
 def _split(batch: BatchConfig, replicas: int) -> Split:
     """The split of the largest window."""
-    stated = {"effective_batch": batch.effective, "microbatch": batch.microbatch, "accumulation_steps": batch.accumulation_steps}
+    stated = {
+        "effective_batch": batch.effective,
+        "microbatch": batch.microbatch,
+        "accumulation_steps": batch.accumulation_steps,
+    }
     given = {name for name, value in stated.items() if value is not None}
     if batch.schedule is not None:
         if given != {"microbatch"} or batch.tokens is not None:
@@ -303,18 +308,31 @@ def _override_duration(file: TrainConfig, given: TrainConfig) -> TrainConfig:
 
 
 def _override_batch(file: BatchConfig, given: BatchConfig) -> BatchConfig:
-    stated = {name: value for name, value in dataclasses.asdict(given).items() if value is not None}
-    if len(stated) >= 2:
-        return given
-    if not stated:
-        return file
-    if "effective" in stated:
+    old, new = ({name: getattr(batch, name) for name in QUANTITIES} for batch in (file, given))
+    stated = {name: value for name, value in new.items() if value is not None}
+    if "schedule" in stated:
+        stated = {"microbatch": file.microbatch, **stated}
+    elif "tokens" in stated or ((file.schedule or file.tokens) and "effective" not in stated):
+        kept = {name: old[name] for name in ("microbatch", "accumulation_steps", "tokens", "schedule")}
+        stated = {**kept, **stated, **({"schedule": None} if "tokens" in stated else {})}
+    elif not stated:
+        stated = old
+    elif len(stated) == 1:
+        stated = _override_one(file, **stated)
+    return dataclasses.replace(given, **{**dict.fromkeys(QUANTITIES), **stated})
+
+
+def _override_one(
+    file: BatchConfig, *, effective: int | None = None, microbatch: int | None = None, accumulation_steps: int | None = None
+) -> dict[str, int | None]:
+    """The two quantities that hold when one of the split is overridden."""
+    if effective is not None:
         steps = file.accumulation_steps if file.microbatch is None else None
-        return BatchConfig(given.effective, file.microbatch, steps)
+        return {"effective": effective, "microbatch": file.microbatch, "accumulation_steps": steps}
     effective = file.effective
     if effective is None and file.microbatch is not None and file.accumulation_steps is not None:
         effective = file.microbatch * file.accumulation_steps
-    return dataclasses.replace(given, effective=effective)
+    return {"effective": effective, "microbatch": microbatch, "accumulation_steps": accumulation_steps}
 
 
 def _model_faults(config: Config) -> Iterator[str]:

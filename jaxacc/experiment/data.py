@@ -92,13 +92,12 @@ def plan_run(config: Config, split: Split, rows: Examples) -> RunPlan:
         raise UserError(f"[batch] {error}") from error
     left = 0
     if train.epochs is not None:
-        end = chosen[-1].start + chosen[-1].rows if chosen else 0
-        left = train.epochs * length - end
-    if left and config.batch.last == "carry":
-        unit = split.microbatch * split.replicas
-        steps = max(chosen[-1].steps if chosen else split.accumulation_steps, -(-left // unit))
-        chosen.append(Span(train.epochs * length - left, left, steps))
-        left = 0
+        end, reached = train.epochs * length, chosen[-1].start + chosen[-1].rows if chosen else 0
+        left = end - reached
+        if left and config.batch.last == "carry":
+            steps = max(chosen[-1].steps if chosen else 1, -(-left // (split.microbatch * split.replicas)))
+            chosen.append(Span(reached, left, steps))
+            left = 0
     if not chosen:
         raise UserError(f"[batch] {length} rows fill no window of {split.effective_batch}, and last='drop' leaves them out.")
     return RunPlan(np.array(chosen, np.int64), length, left)
