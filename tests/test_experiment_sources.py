@@ -16,7 +16,7 @@ from jaxacc.experiment.cli import main
 from jaxacc.experiment.config import BatchConfig, Config, DataConfig, TrainConfig, UserError, check
 from jaxacc.experiment.config import load as load_config
 from jaxacc.experiment.pieces import cut, pack
-from jaxacc.experiment.rows import Joined, make_rows
+from jaxacc.experiment.rows import Joined, digest_rows, make_rows
 from jaxacc.experiment.shapes import draw_shapes
 from jaxacc.experiment.tokens import BEGIN, BOUNDARY, END
 
@@ -130,6 +130,29 @@ def test_two_rows_with_two_and_three_segments_have_27_targets():
     assert int(losses.causal_lm(jnp.zeros((2, 16, 32)), batch["labels"]).weight) == 30  # without the ids
 
 
+def test_the_first_token_of_a_piece_is_no_target_even_if_supervised():
+    """Its label stays, as the loss does not count it; the fingerprint sees which pieces share a row."""
+    lengths, supervised = np.array([4, 4]), np.array([1, 1, 0, 1, 1, 0, 0, 1], bool)
+    rows, apart = (
+        make_rows(
+            np.arange(8),
+            np.array([0, 4]),
+            lengths,
+            context=context,
+            vocabulary=8,
+            padding=0,
+            packing=True,
+            supervised=supervised,
+        )
+        for context in (8, 7)
+    )
+    assert rows.targets.tolist() == counted(everything(rows)).tolist() == [3]
+    assert apart.targets.tolist() == counted(everything(apart)).tolist() == [2, 1]
+    assert rows.label_counts().tolist() == apart.label_counts().tolist() == [0, 1, 0, 1, 0, 0, 0, 1]
+    assert (everything(rows)["labels"] != -100).sum() == 5
+    assert digest_rows(rows) != digest_rows(apart)
+
+
 @pytest.mark.parametrize("name", ["text", "jsonl"])
 def test_packing_keeps_every_sequence_once(tmp_path, name):
     """The same sequences, labels and number of targets in fewer rows."""
@@ -179,6 +202,7 @@ def test_text_rows_are_those_of_the_first_release(tmp_path):
     corpus = sources.load(DataConfig(paths=(str(path),), documents="paragraph", context=9, held_out=0.3))
     assert corpus.fingerprint == "b143cf9ebaa1460b91b08350133542184325689ea803e689ae09f05a29c4af3f"
     assert corpus.vocabulary == 257
+    assert sources.load(DataConfig()).notes == ()
 
 
 def test_chats_have_one_template(tmp_path):
@@ -200,17 +224,18 @@ def test_long_chats_are_cut_counted_and_never_empty(tmp_path):
     """A response is cut at the context; an example without a target is left out; both are said."""
     long, hopeless = {"prompt": "", "response": "z" * 100}, {"prompt": "p" * 100, "response": "r"}
     silent = {"messages": [{"role": "user", "content": "u"}]}
+    whole = {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "u" * 99}]}
     corpus = sources.load(
-        DataConfig(source="jsonl", paths=(jsonl(tmp_path / "a", [*CHATS, long, hopeless, silent]),), context=48)
+        DataConfig(source="jsonl", paths=(jsonl(tmp_path / "a", [*CHATS, long, hopeless, silent, whole]),), context=48)
     )
     parts = (corpus.train, corpus.held_out)
-    assert sum(len(rows.targets) for rows in parts) == 31
+    assert sum(len(rows.targets) for rows in parts) == 32
     assert all((rows.targets > 0).all() for rows in parts)
     tokens = np.concatenate([everything(rows)["tokens"] for rows in parts])
     assert (tokens == ord("z")).sum(1).max() == 48 - len("<user\n><assistant\n")
     assert corpus.notes == (
-        "1 of 33 examples were longer than the context of 48 tokens: responses were cut.",
-        "2 of 33 examples have no response within the context of 48 tokens and were left out.",
+        "1 of 34 examples were longer than the context of 48 tokens: responses were cut.",
+        "2 of 34 examples have no response within the context of 48 tokens and were left out.",
     )
     with pytest.raises(UserError, match="none of 1 examples has a response"):
         sources.load(DataConfig(source="jsonl", paths=(jsonl(tmp_path / "b", [hopeless]),), context=48))
@@ -272,6 +297,14 @@ def test_token_files_are_cut_in_place(tmp_path):
     wanted = np.array([len(joined.targets) - 1, 0, len(joined.parts[0].targets)])
     whole = [everything(part)["tokens"] for part in joined.parts]
     assert (joined.batch(wanted)["tokens"] == np.concatenate(whole)[wanted]).all()
+
+
+def test_ids_are_checked_in_chunks(tmp_path, monkeypatch):
+    """The position is that in the file."""
+    monkeypatch.setattr(sources, "CHUNK", 16)
+    np.save(tmp_path / "a.npy", np.arange(60))
+    with pytest.raises(UserError, match="token id 50 at position 50"):
+        sources.load(DataConfig(source="tokens", paths=(str(tmp_path / "a.npy"),), vocabulary=50, context=8))
 
 
 def test_a_large_token_file_is_not_read(tmp_path):
@@ -370,7 +403,7 @@ def _images(**change):
     ("arrays", "message"),
     [
         ({"images": np.zeros((2, 3, 3))}, "has no array masks"),
-        (_images(images=np.full((6, 4, 5), np.nan)), "a.npz, image 0 has NaN or infinity"),
+        (_images(images=np.where(np.arange(120) == 30, np.nan, 0).reshape(6, 4, 5)), "a.npz, image 1 has NaN or infinity"),
         (_images(images=np.zeros((6, 4, 4))), "must be"),
         (_images(images=np.zeros((6, 4, 5), int)), "images are int64"),
         (_images(masks=np.zeros((6, 4, 5))), "masks are float64"),
@@ -389,13 +422,19 @@ def test_bad_image_files(tmp_path, arrays, message):
 
 
 def test_images_without_labels_are_left_out(tmp_path):
-    """And two sizes are an error that names both."""
+    """Equal ones stay together, whatever their masks; two sizes are an error that names both."""
     images, masks = pictures()
     masks[2] = 255
     np.savez(tmp_path / "a.npz", images=images, masks=masks)
     corpus = sources.load(DataConfig(source="images", paths=(str(tmp_path / "a.npz"),), vocabulary=3))
     assert len(corpus.train.targets) + len(corpus.held_out.targets) == 5
     assert corpus.notes == ("1 of 6 images have no labelled pixel and were left out.",)
+    images[:3], masks[2] = images[0], 0
+    np.savez(tmp_path / "c.npz", images=images, masks=masks)
+    corpus = sources.load(DataConfig(source="images", paths=(str(tmp_path / "c.npz"),), vocabulary=3, held_out=0.4))
+    assert corpus.notes == ("2 of 6 images repeat an earlier one; they are kept, on the same side of the split.",)
+    pixels = [{image.tobytes() for image in everything(rows)["images"]} for rows in (corpus.train, corpus.held_out)]
+    assert not pixels[0] & pixels[1]
     other, their = pictures(size=(4, 4))
     np.savez(tmp_path / "b.npz", images=other, masks=their)
     paths = tuple(str(tmp_path / name) for name in ("a.npz", "b.npz"))

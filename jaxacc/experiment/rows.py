@@ -134,14 +134,10 @@ class Rows(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """The rows of several sources of one kind, one after the other."""
+    """The rows of several sources of one kind, one after the other. `join` makes it."""
 
     parts: tuple[Examples, ...]
-
-    @property
-    def targets(self) -> np.ndarray:
-        """Of all parts, `(R,)`."""
-        return np.concatenate([part.targets for part in self.parts])
+    targets: np.ndarray
 
     @property
     def fill(self) -> dict[str, int]:
@@ -162,6 +158,13 @@ class Joined(NamedTuple):
     def label_counts(self) -> np.ndarray:
         """Of all parts together."""
         return np.sum([part.label_counts() for part in self.parts], axis=0)
+
+
+def join(parts: Sequence[Examples]) -> Examples:
+    """The rows of all parts."""
+    if len(parts) == 1:
+        return parts[0]
+    return Joined(tuple(parts), np.concatenate([part.targets for part in parts]))
 
 
 def make_rows(

@@ -16,7 +16,7 @@ from jaxacc.experiment.pieces import cut
 from jaxacc.experiment.readers import chat, check_text, help_topics, open_table, read_files, read_jsonl
 from jaxacc.experiment.rows import Corpus as Corpus
 from jaxacc.experiment.rows import Examples as Examples
-from jaxacc.experiment.rows import Joined, Rows, check_tokens, digest_rows, hold_out, make_rows
+from jaxacc.experiment.rows import Rows, check_tokens, digest_rows, hold_out, join, make_rows
 from jaxacc.experiment.tokens import Message, Tokenizer, encode_chats, encode_documents, open_tokenizer
 
 WHOLE = 64 * 2**20
@@ -149,8 +149,7 @@ def _token_files(config: DataConfig) -> Corpus:
         for part, rows in zip(parts, _cut_file(stream, config, str(path)), strict=True):
             part.append(rows)
         digest.update(repr(stream.shape).encode() + _digest_file(path))
-    train, held_out = (part[0] if len(part) == 1 else Joined(tuple(part)) for part in parts)
-    return Corpus(train, held_out, digest.hexdigest(), config.vocabulary)
+    return Corpus(join(parts[0]), join(parts[1]), digest.hexdigest(), config.vocabulary)
 
 
 def _open_tokens(path: Path, config: DataConfig) -> np.ndarray:
