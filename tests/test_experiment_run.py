@@ -1,5 +1,7 @@
 """`jaxacc train` from end to end: records, checkpoints, resume, sheet, model."""
 
+import dataclasses
+import itertools
 import json
 import math
 import re
@@ -15,9 +17,12 @@ import pytest
 import jaxacc
 from jaxacc.experiment import data, models, optimizers
 from jaxacc.experiment.cli import main
-from jaxacc.experiment.config import Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, load
+from jaxacc.experiment.config import BatchConfig, Config, DataConfig, ModelConfig, OptimizerConfig, TrainConfig, check, load
 from jaxacc.experiment.records import Records
+from jaxacc.experiment.rows import IGNORED
 from jaxacc.experiment.sheet import digest
+from jaxacc.experiment.sources import load as load_data
+from jaxacc.experiment.tokens import VOCABULARY
 
 CONFIG = """
 [batch]
@@ -42,6 +47,7 @@ warmup = 2
 every = 2
 keep = 4
 """
+MODEL = ModelConfig(layers=2, width=16, heads=2, hidden=32)
 KEYS = {
     "microbatch", "accumulation_steps", "replicas", "effective_batch", "attempted", "applied", "microbatches", "examples",
     "supervised_tokens", "precision", "normalization", "last_window", "peak_memory_bytes", "first_loss", "final_loss",
@@ -53,6 +59,14 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def windows_of(config):
+    """The windows of a config, read one by one."""
+    rows, split = load_data(config.data).train, check(config)
+    plan = data.plan_run(config, split, rows)
+    reader = data.reader(rows, data.order(len(rows.targets), config.train.seed), plan, split, None)
+    return [reader(number) for number in range(plan.updates)]
+
+
 @pytest.fixture(scope="module")
 def run(config, tmp_path_factory):
     """A run that was never stopped."""
@@ -61,16 +75,12 @@ def run(config, tmp_path_factory):
     return folder
 
 
-def test_records_say_what_was_consumed(run):
+def test_records_say_what_was_consumed(run, config):
     """One per update, in the words of the ledger, against the windows themselves."""
     records = lines(run / "records.jsonl")
-    rows = data.load(load_config(run).data).train
-    plan = data.Schedule(7, 56)
     tokens = examples = 0
-    for index, (record, window) in enumerate(
-        zip(records, data.windows(rows, plan, jaxacc.Split(2, 4), seed=0), strict=True), 1
-    ):
-        tokens += int((window["labels"][..., 1:] != data.IGNORED).sum())
+    for index, (record, window) in enumerate(zip(records, windows_of(load(Path(config))), strict=True), 1):
+        tokens += int((window["labels"][..., 1:] != IGNORED).sum())
         examples += 8
         assert record["attempted"] == record["applied"] == index
         assert (record["microbatches"], record["examples"], record["tokens"]) == (4 * index, examples, tokens)
@@ -81,13 +91,6 @@ def test_records_say_what_was_consumed(run):
     assert [r["lr"] for r in records] == pytest.approx([float(rate(i)) for i in range(7)])
     assert records[-1]["loss"] < records[0]["loss"]
     assert [e["attempted"] for e in lines(run / "evals.jsonl")] == [3, 6, 7]
-
-
-def load_config(run):
-    tree = json.loads((run / "config.json").read_text())
-    return Config(
-        data=DataConfig(**{**tree["data"], "paths": tuple(tree["data"]["paths"])}), model=ModelConfig(**tree["model"])
-    )
 
 
 def test_sheet(run):
@@ -120,7 +123,7 @@ def test_resume_is_bit_equal(run, config, tmp_path, stop):
     assert main(["train", config, "--run-dir", str(folder), "--resume"]) == 0
     whole, resumed = (json.loads((f / "sheet.json").read_text()) for f in (run, folder))
     assert resumed == whole
-    strip = lambda record: {name: value for name, value in record.items() if name != "seconds"}
+    strip = lambda record: {name: value for name, value in record.items() if name not in ("seconds", "waited")}
     for name in ("records.jsonl", "evals.jsonl"):
         assert [*map(strip, lines(folder / name))] == [*map(strip, lines(run / name))]
 
@@ -178,24 +181,24 @@ def test_the_split_does_not_matter(config, tmp_path):
 
 def test_train_loss_at_rate_0_is_the_eval_loss():
     """On the same rows, without dropout."""
-    corpus = data.load(DataConfig(context=24, held_out=0.02))
-    init, loss_fn = models.build(ModelConfig(2, 16, 2, 32), vocabulary=data.VOCABULARY, context=24)
+    batch, train = BatchConfig(microbatch=2, accumulation_steps=4), TrainConfig(updates=1)
+    window = windows_of(Config(batch, train, DataConfig(context=24, held_out=0.02)))[0]
+    init, loss_fn = models.build(MODEL, vocabulary=VOCABULARY, row={"tokens": window["tokens"][0]})
     step = jaxacc.make_step(loss_fn, optax.sgd(0.0))
     state = step.init(jax.jit(init)(jax.random.key(0)), key=jax.random.key(1))
-    window = next(data.windows(corpus.train, data.Schedule(1, 7), jaxacc.Split(2, 4), seed=0))
     evaluation = step.evaluate(state, window)
-    assert int(evaluation.loss.weight) == int((window["labels"][..., 1:] != data.IGNORED).sum())
+    assert int(evaluation.loss.weight) == int((window["labels"][..., 1:] != IGNORED).sum())
     _, info = step.update(state, window)
     assert float(info.loss) == pytest.approx(float(evaluation.loss.value), rel=1e-6)
 
 
 def test_model_is_causal_and_deterministic_without_key():
     """A token changes no logits before it; dropout acts only with a key."""
-    config = ModelConfig(2, 16, 2, 32, dropout=0.5, remat=True)
-    init, loss_fn = models.build(config, vocabulary=data.VOCABULARY, context=8)
+    config = dataclasses.replace(MODEL, dropout=0.5, remat=True)
+    init, loss_fn = models.build(config, vocabulary=VOCABULARY, row={"tokens": np.zeros((1, 8), np.int32)})
     params = jax.jit(init)(jax.random.key(0))
-    model = models.Transformer(config, data.VOCABULARY, 8)
-    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens[None], deterministic=True))
+    model = models.Transformer(config, VOCABULARY, 8)
+    apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens[None], None, deterministic=True))
     one, other = apply(jnp.arange(8)), apply(jnp.arange(8).at[4].set(9))
     assert jnp.array_equal(one[:, :4], other[:, :4])
     assert not jnp.allclose(one[:, 4:], other[:, 4:])
@@ -228,7 +231,7 @@ def test_optimizers(name, schedule):
 def test_small_lm_would_fit_its_words():
     """The larger config builds: shapes only, nothing is allocated."""
     config = load(Path(__file__).parents[1] / "configs" / "small_lm.toml")
-    init, _ = models.build(config.model, vocabulary=data.VOCABULARY, context=config.data.context)
+    init, _ = models.build(config.model, vocabulary=VOCABULARY, row={"tokens": np.zeros((1, config.data.context), np.int32)})
     shapes = jax.eval_shape(init, jax.random.key(0))
     assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) > 80e6
     assert config.model.remat
@@ -256,7 +259,107 @@ def test_digest_sees_every_bit():
     assert digest(params) == digest(dict(reversed(params.items())))
 
 
-def test_durations_of_the_config_are_the_plan():
-    """Updates are what they say."""
-    rows = data.load(DataConfig(context=24)).train
-    assert data.schedule(TrainConfig(updates=7), rows, 8) == data.Schedule(7, 56)
+def test_a_packed_sequence_gives_the_same_loss_as_alone():
+    """No attention and no targets across segments, positions from the segment's start: packed equals separate (case 154)."""
+    init, loss_fn = models.build(MODEL, vocabulary=VOCABULARY, row={"tokens": np.zeros((1, 12), np.int32)})
+    params = jax.tree.map(lambda leaf: leaf * 8, jax.jit(init)(jax.random.key(0)))  # attention that is far from uniform
+    pieces = [np.arange(1, 4), np.arange(4, 9), np.arange(20, 23)]
+    alone = np.full((3, 12), 256), np.full((3, 12), IGNORED)
+    packed = np.full((1, 12), 256), np.full((1, 12), IGNORED), np.zeros((1, 12), int)
+    column = 0
+    for row, piece in enumerate(pieces):
+        for array in alone:
+            array[row, : len(piece)] = piece
+        for array in packed:
+            array[0, column : column + len(piece)] = piece
+        packed[2][0, column : column + len(piece)] = row + 1
+        column += len(piece)
+    names = ("tokens", "labels", "segment_ids")
+    loss = jax.jit(lambda microbatch: loss_fn(params, microbatch, None))
+    separate = loss(dict(zip(names, alone, strict=False)))
+    together = loss(dict(zip(names, packed, strict=True)))
+    across = loss(dict(zip(names, packed[:2], strict=False)))
+    assert int(separate.weight) == int(together.weight) == 2 + 4 + 2
+    assert float(together.total) == pytest.approx(float(separate.total), rel=1e-5)
+    assert int(across.weight) == 10
+    assert abs(float(across.value) - float(separate.value)) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        (["--batch.last", "process"], [8, 8, 4] * 2),
+        (["--batch.schedule", "0:4 2:8"], [4, 4, 8, 8, 8, 8]),
+        (["--batch.tokens", "100", "--batch.accumulation-steps", "4"], None),
+    ],
+)
+def test_windows_and_resumes_inside_an_epoch(options, rows, tmp_path, config):
+    """Two epochs of 20 rows in short windows, by a schedule and by a budget: records count them, a resume is bit-equal."""
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"{n} " + "abcd" * (n % 4 + 1) for n in range(21)))
+    base = ["train", config, "--data.paths", str(text), "--data.documents", "paragraph", "--data.held-out", "0.001"]
+    base += ["--train.epochs", "2", "--train.eval-every", "0", *options]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert main([*base, "--run-dir", str(whole)]) == 0
+    records, sheet = lines(whole / "records.jsonl"), json.loads((whole / "sheet.json").read_text())
+    examples = [0, *(record["examples"] for record in records)]
+    if rows is not None:
+        assert [b - a for a, b in itertools.pairwise(examples)] == rows
+    assert examples[-1] == 40
+    assert (sheet["examples_dropped"], sheet["last_window"]) == (0, "process" if "process" in options else "carry")
+    assert sheet["examples_carried"] == (4 if "--batch.schedule" in options else sheet["examples_carried"])
+    shutil.copytree(whole, stopped)
+    for folder in (stopped / "checkpoints").iterdir():
+        if folder.name.isdecimal() and int(folder.name) > 2:
+            shutil.rmtree(folder)
+    assert main([*base, "--run-dir", str(stopped), "--resume"]) == 0
+    again = json.loads((stopped / "sheet.json").read_text())
+    assert again["params_sha256"] == sheet["params_sha256"]
+    assert [r["loss"] for r in lines(stopped / "records.jsonl")] == [r["loss"] for r in records]
+
+
+def test_segmentation(config, tmp_path):
+    """A U-Net on generated images: the loss falls, and any microbatch gives the same first loss."""
+    options = [
+        "--data.source",
+        "shapes",
+        "--data.size",
+        "16",
+        "--data.examples",
+        "40",
+        "--data.context",
+        "128",
+        "--model.name",
+        "unet",
+    ]
+    options += [
+        "--model.layers",
+        "1",
+        "--model.width",
+        "4",
+        "--train.updates",
+        "12",
+        "--model.dropout",
+        "0",
+        "--train.eval-every",
+        "0",
+    ]
+    sheets = []
+    for steps in ("2", "8"):
+        assert main(["train", config, *options, "--batch.accumulation-steps", steps, "--run-dir", str(tmp_path / steps)]) == 0
+        sheets.append(json.loads((tmp_path / steps / "sheet.json").read_text()))
+    assert sheets[0]["first_loss"] == pytest.approx(sheets[1]["first_loss"], rel=1e-5)
+    assert sheets[0]["eval_loss"] < sheets[0]["first_loss"] - 0.05
+    assert sheets[0]["normalization"].startswith("labelled pixels")
+    assert sheets[0]["supervised_tokens"] < 12 * 8 * 16 * 16
+
+
+def test_conversations_that_are_cut_are_said(config, tmp_path, capsys):
+    """A response beyond the context is cut, counted and told once; only responses are supervised."""
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "p", "response": "r" * n}) + "\n" for n in (2, 3, 4, 60, 70)))
+    options = ["--data.source", "jsonl", "--data.paths", str(path), "--train.updates", "1", "--data.held-out", "0.01"]
+    assert main(["train", config, *options, "--run-dir", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert said.count("note:") == 1
+    assert "2 of 5" in said
