@@ -199,10 +199,12 @@ def read_ahead(
 ) -> Iterator[PyTree]:
     """The windows of these numbers, on the devices, `config.prefetch` of them read and placed ahead of their use."""
     import grain
+    from absl import flags
 
     options = grain.ReadOptions(num_threads=min(config.prefetch, 4), prefetch_buffer_size=config.prefetch)
     windows = grain.MapDataset.range(numbers.start, numbers.stop).map(reader).to_iter_dataset(options)
     if config.workers:
+        flags.FLAGS.mark_as_parsed()  # Grain reads absl flags, which nobody here parses
         windows = windows.mp_prefetch(grain.MultiprocessingOptions(num_workers=config.workers))
     windows = windows.map(functools.partial(place, sharding=sharding))
     windows = grain.experimental.ThreadPrefetchIterDataset(windows, prefetch_buffer_size=config.prefetch)
