@@ -27,5 +27,6 @@ from jaxacc._step import StepInfo as StepInfo
 from jaxacc._step import TrainState as TrainState
 from jaxacc._step import make_step as make_step
 from jaxacc._stream import Accumulator as Accumulator
+from jaxacc._two_pass import two_pass as two_pass
 
 __version__ = "0.1.0"

@@ -91,10 +91,9 @@ def accumulate(
     >>> float(out.weight), [round(float(g), 3) for g in out.grads]
     (6.0, [14.0, 15.4])
     """
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
 
     def grads_of(params: PyTree, window: PyTree, key: Any = None) -> Accumulated:
-        _check_manual_axes(axis_name, axes)
+        axes = check_manual_axes("accumulate", axis_name)
         loss, metrics, grads = window_sums(
             loss_fn, params, window, key, has_aux=has_aux, axes=axes, fold=fold, accumulator_dtype=accumulator_dtype
         )
@@ -103,19 +102,22 @@ def accumulate(
     return grads_of
 
 
-def _check_manual_axes(axis_name: Any, axes: tuple[str, ...]) -> None:
+def check_manual_axes(caller: str, axis_name: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of `axis_name`, or `ValueError` where they do not account for the manual mesh axes here."""
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     manual = jax.sharding.get_abstract_mesh().manual_axes
     if axis_name is None and manual:
         raise ValueError(
-            f"accumulate is called where the mesh axes {manual} are manual (shard_map or pmap), without axis_name. Each "
+            f"{caller} is called where the mesh axes {manual} are manual (shard_map or pmap), without axis_name. Each "
             f"replica would divide by its own weight. Pass axis_name={manual[0]!r} (the axes that split rows), or "
             "axis_name=() if they do not split rows."
         )
     if unknown := [axis for axis in axes if axis not in manual]:
         raise ValueError(
-            f"axis_name={axis_name!r} names {unknown}, but the manual mesh axes here are {manual}. Call accumulate inside a "
+            f"axis_name={axis_name!r} names {unknown}, but the manual mesh axes here are {manual}. Call {caller} inside a "
             "jax.shard_map or jax.pmap over these axes (jax.vmap over rows is no replica), or leave axis_name out."
         )
+    return axes
 
 
 def window_sums(
@@ -146,22 +148,16 @@ def window_sums(
     accumulators = zero_gradient(trainable, accumulator_dtype)
     in_place = uses_in_place(fold, trainable, accumulators)
 
-    def seed_of(weight: jax.Array) -> jax.Array:
-        # A 16-bit loss would round 1 / weight, the same way in every gradient: there the sum is divided instead.
-        total = structure[0].total
-        scale = jnp.ones((), total.dtype) if narrow else _reciprocal(weight, total.dtype)
-        return vary(scale, varying_axes(total))
-
     if steps == 1:
         sums, pull = pull_back(value_of, trainable, first, microbatch_key(key, jnp.int32(0), axes))
         weights = jnp.asarray(sums[0].weight)[None]
         weight = _sum_weights(weights, axes)
-        sums, grads = _pull_inhabited(sums, pull, seed_of(weight), start_of(structure), accumulators)
+        sums, grads = pull_inhabited(sums, pull, seed_of(structure, narrow, weight), start_of(structure), accumulators)
     else:
         weights = weigh(value_of, trainable, window, key, axes, structure)
         weight = _sum_weights(weights, axes)
         sums, grads = fold_gradients(
-            value_of, trainable, window, key, axes=axes, weights=weights, seed=seed_of(weight),
+            value_of, trainable, window, key, axes=axes, weights=weights, seed=seed_of(structure, narrow, weight),
             start=start_of(structure), accumulators=accumulators, in_place=in_place,
         )  # fmt: skip
     loss, metrics = sums
@@ -186,7 +182,7 @@ def evaluate_window(
     return Evaluation(*reduce_over(axes, fold_values(value_of, params, window, structure)))
 
 
-def _pull_inhabited(sums: Sums, pull: Any, seed: jax.Array, start: Sums, accumulators: PyTree) -> tuple[Sums, PyTree]:
+def pull_inhabited(sums: Sums, pull: Any, seed: jax.Array, start: Sums, accumulators: PyTree) -> tuple[Sums, PyTree]:
     """The backward pass of a single microbatch, not run where its weight is 0."""
 
     def backward() -> tuple[Sums, PyTree]:
@@ -194,6 +190,16 @@ def _pull_inhabited(sums: Sums, pull: Any, seed: jax.Array, start: Sums, accumul
         return sums, jax.tree.map(lambda grad, like: grad.astype(like.dtype), grads, accumulators)
 
     return jax.lax.cond(sums[0].weight != 0, backward, lambda: (start, accumulators))
+
+
+def seed_of(structure: Sums, narrow: bool, weight: jax.Array) -> jax.Array:
+    """The cotangent of the total: `1 / weight`, so that nobody has to divide the gradient.
+
+    A 16-bit (`narrow`) loss would round it, the same way in every gradient: there it is 1, and the sum is divided instead.
+    """
+    total = structure[0].total
+    scale = jnp.ones((), total.dtype) if narrow else _reciprocal(weight, total.dtype)
+    return vary(scale, varying_axes(total))
 
 
 def _psum_over(axes: tuple[str, ...]) -> Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]]:
