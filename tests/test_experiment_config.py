@@ -1,11 +1,23 @@
 """Configuration: every fault is named before anything runs, and the command line replaces quantities, not halves of them."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from jaxacc.experiment.cli import main
-from jaxacc.experiment.config import BatchConfig, Config, TrainConfig, UserError, check, load, override
+from jaxacc.experiment.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    InputConfig,
+    ModelConfig,
+    TrainConfig,
+    UserError,
+    check,
+    load,
+    override,
+)
 
 VALID = "[batch]\nmicrobatch = 4\naccumulation_steps = 2\n[train]\nepochs = 1\n"
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
@@ -126,6 +138,52 @@ def test_batch_overrides(file, given, expected):
     base = Config(batch=BatchConfig(**file), train=TrainConfig(epochs=1))
     split = check(override(base, Config(batch=BatchConfig(**given))))
     assert (split.microbatch, split.accumulation_steps) == expected
+
+
+SCHEDULE, BUDGET = {"microbatch": 8, "schedule": "0:32 9:64"}, {"microbatch": 8, "accumulation_steps": 4, "tokens": 99}
+
+
+@pytest.mark.parametrize(
+    ("file", "given", "expected", "sizes"),
+    [
+        (SCHEDULE, {}, (8, 8), ("0:32 9:64", None)),
+        (SCHEDULE, {"microbatch": 4}, (4, 16), ("0:32 9:64", None)),
+        (SCHEDULE, {"effective": 16}, (8, 2), (None, None)),
+        (SCHEDULE, {"schedule": "0:8"}, (8, 1), ("0:8", None)),
+        (SCHEDULE, {"tokens": 5, "accumulation_steps": 3}, (8, 3), (None, 5)),
+        (BUDGET, {}, (8, 4), (None, 99)),
+        (BUDGET, {"accumulation_steps": 7}, (8, 7), (None, 99)),
+        (BUDGET, {"tokens": 5}, (8, 4), (None, 5)),
+        (BUDGET, {"effective": 16}, (8, 2), (None, None)),
+        (BUDGET, {"schedule": "0:8"}, (8, 1), ("0:8", None)),
+        (FILE, {"schedule": "0:8 5:16"}, (8, 2), ("0:8 5:16", None)),
+    ],
+)
+def test_schedules_and_budgets_override(file, given, expected, sizes):
+    """One way to size windows replaces the other, and keeps the microbatch."""
+    base = Config(batch=BatchConfig(**file, last="drop"), train=TrainConfig(epochs=1))
+    config = override(base, Config(batch=BatchConfig(**given, last="drop")))
+    split = check(config)
+    assert (split.microbatch, split.accumulation_steps) == expected
+    assert (config.batch.schedule, config.batch.tokens) == sizes
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch": BatchConfig(microbatch=8, schedule="0:32", effective=32)}, "schedule states the effective batches"),
+        ({"batch": BatchConfig(microbatch=8, schedule="0:30")}, "30 is not divisible by microbatch 8"),
+        ({"batch": BatchConfig(microbatch=8, schedule="5:32")}, "must begin with 0"),
+        ({"batch": BatchConfig(microbatch=8, tokens=100)}, "accumulation_steps as the most of a window"),
+        ({"model": ModelConfig(name="unet")}, 'model.name="unet" cannot read data.source="text"'),
+        ({"data": DataConfig(source="shapes")}, "Use the unet"),
+        ({"data": DataConfig(source="tokens", paths=("a.npy",), vocabulary=9), "input": InputConfig(workers=1)}, "whole token"),
+    ],
+)
+def test_what_does_not_go_together(options, said):
+    base = Config(batch=BatchConfig(**FILE), train=TrainConfig(epochs=1))
+    with pytest.raises(UserError, match=said):
+        check(dataclasses.replace(base, **options))
 
 
 def test_three_contradicting_overrides_are_refused():

@@ -61,7 +61,7 @@ def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.Subco
         resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
         processes: Processes = Processes(),
     ) -> int:
-        """Train a language model by exact gradient accumulation.
+        """Train a model by exact gradient accumulation.
 
         Args:
             config_file: A TOML file. It comes first; every option after it replaces what the file says.

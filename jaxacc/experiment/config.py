@@ -183,7 +183,7 @@ class InputConfig:
     prefetch: int = _number(2, minimum=0)
     """Windows that are read and placed on the devices ahead of their use; 0: none."""
     workers: int = _number(0, minimum=0)
-    """Processes that read; 0: threads, which is enough unless reading is slow Python."""
+    """Processes that read; 0: threads, which is enough unless reading is slow Python. Each holds the data."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,8 @@ def check(config: Config) -> Split:
     faults = list(_bound_faults(config, ""))
     faults += _model_faults(config)
     faults += _data_faults(config.data)
+    if config.input.workers and config.data.source == "tokens":
+        faults.append("input.workers: every process would hold the whole token files, which threads map. Leave it out.")
     faults += _mesh_faults(config)
     durations = {name: getattr(config.train, name) for name in DURATIONS}
     stated = [f"{name}={value}" for name, value in durations.items() if value is not None]
