@@ -213,6 +213,15 @@ def test_reading_overlaps_the_step():
     assert waited[2] < waited[0] / 2
 
 
+def test_worker_processes_read_the_same():
+    """Rows, order and plan travel to Grain's workers; the windows come in order."""
+    plan = plan_of(ROWS, epochs=1, last="process")
+    reader = data.reader(ROWS, data.order(19, 3), plan, SPLIT, None)
+    read = list(data.read_ahead(reader, range(plan.updates), None, InputConfig(workers=2)))
+    assert len(read) == plan.updates
+    assert all((a[name] == b[name]).all() for a, b in zip(read, windows_of(ROWS, plan), strict=True) for name in b)
+
+
 def test_bad_rows_reach_the_caller():
     """What reading ahead finds is raised where the window is asked for, as it is."""
 
