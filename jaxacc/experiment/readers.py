@@ -102,7 +102,7 @@ def check_text(value: Any, where: str) -> None:
 def open_table(config: DataConfig) -> Any:
     """A split of a Hugging Face dataset: of a folder that `save_to_disk` wrote, or what `load_dataset` finds by the name."""
     try:
-        import datasets
+        import datasets  # pyright: ignore[reportMissingImports] (optional)
     except ImportError as error:
         raise UserError("data.source = \"hf\" needs the package datasets. Run: pip install 'jaxacc[hf]'") from error
     name, folder = config.paths[0], Path(config.paths[0])

@@ -100,7 +100,7 @@ def encode_chats(chats: Sequence[Sequence[Message]], tokenizer: Tokenizer) -> tu
 def _open_file(config: DataConfig, names: Sequence[str]) -> Tokenizer:
     """A Hugging Face tokenizers JSON. What it says about truncation, padding and added tokens does not apply here."""
     try:
-        import tokenizers
+        import tokenizers  # pyright: ignore[reportMissingImports] (optional)
     except ImportError as error:
         raise UserError("data.tokenizer needs the package tokenizers. Run: pip install 'jaxacc[bpe]'") from error
     path = Path(config.tokenizer)
