@@ -12,12 +12,14 @@ from jaxacc._inspect import check_reduction as check_reduction
 from jaxacc._inspect import inspect_collectives as inspect_collectives
 from jaxacc._ledger import Counter as Counter
 from jaxacc._ledger import Ledger as Ledger
+from jaxacc._ledger import check_skipped as check_skipped
 from jaxacc._mean import Max as Max
 from jaxacc._mean import Mean as Mean
 from jaxacc._mean import Sum as Sum
 from jaxacc._mean import merge as merge
 from jaxacc._mesh import Layout as Layout
 from jaxacc._mesh import place_window as place_window
+from jaxacc._scaling import LossScale as LossScale
 from jaxacc._split import Split as Split
 from jaxacc._split import solve_split as solve_split
 from jaxacc._split import split_batch as split_batch

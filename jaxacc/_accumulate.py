@@ -2,47 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxacc._contract import LossFn, Sums, sums_of, sums_structure
-from jaxacc._fold import FoldName, fold_gradients, fold_values, pull_back, start_of, uses_in_place, weigh
-from jaxacc._keys import microbatch_key
-from jaxacc._mean import Mean, reduce_over
+from jaxacc._contract import LossFn, Nonfinite, Objective, Sums, objective_of, sums_of, sums_structure
+from jaxacc._fold import (
+    Fold,
+    FoldName,
+    Running,
+    fold_gradients,
+    fold_values,
+    has_weight,
+    merge_if,
+    uses_in_place,
+    weigh,
+    weights_of,
+)
+from jaxacc._mean import Mean, Sum, reduce_over
+from jaxacc._model_state import conclude, reductions_of
+from jaxacc._noise import NoiseScaleFrom, Parts, part_of
 from jaxacc._split import check_window
-from jaxacc._tree import PyTree, as_arrays, at_least_float32, merge, partition, vary, varying_axes
+from jaxacc._tree import PyTree, Trainable, as_arrays, at_least_float32, merge, partition, vary, varying_axes
 
 
 class Accumulated(NamedTuple):
     """What a window gives.
 
     Attributes:
-      loss: the weighted mean loss of the window, a scalar; 0 where the weight is 0.
-      grads: its gradient, a tree like `params` with None at leaves that are not floating.
-      weight: the weight that was really evaluated, over microbatches and replicas.
+      loss: the weighted mean loss of the window, a scalar; 0 where the weight is 0. Of several terms: each over its own
+        weight, times its coefficient.
+      grads: its gradient, a tree like `params` with None at leaves that are not floating or not trained.
+      weight: the weight that was really evaluated, over microbatches and replicas; of several terms, the main one's.
       metrics: the metrics `loss_fn` returned, merged over the window and not divided: read `.value`.
+      terms: the terms of the loss by name, merged over the window and not divided: read `.value`.
+      state: the model state after the window, None without.
+      dropped: microbatches left out because their loss was not finite, with `nonfinite="drop_microbatch"`.
     """
 
     loss: jax.Array
     grads: PyTree
     weight: jax.Array
     metrics: PyTree
+    terms: dict[str, Mean]
+    state: PyTree
+    dropped: jax.Array
 
 
 class Evaluation(NamedTuple):
-    """Undivided results of an evaluation, to be merged over windows with `jaxacc.merge`; `.value` divides."""
+    """Undivided results of an evaluation, to be merged over windows with `jaxacc.merge`; `.value` divides.
+
+    Attributes:
+      loss: the loss; of several terms the main one.
+      metrics: the metrics `loss_fn` returned.
+      terms: the terms of the loss by name.
+    """
 
     loss: Mean
     metrics: PyTree
+    terms: dict[str, Mean]
+
+
+class WindowSums(NamedTuple):
+    """A window over all replicas: the loss and metrics not divided, the gradient divided.
+
+    Attributes:
+      sums: loss terms, metrics and dropped microbatches.
+      state: the model state after the window.
+      parts: the noise in the gradients of its parts, None where that is not asked for.
+      grads: the gradient.
+    """
+
+    sums: Sums
+    state: PyTree
+    parts: Parts | None
+    grads: PyTree
 
 
 def accumulate(
     loss_fn: LossFn,
     *,
     has_aux: bool = False,
+    has_state: bool = False,
+    coefficients: Mapping[str, float] | None = None,
+    row_keys: bool = False,
+    nonfinite: Nonfinite = "skip_window",
+    state_reduction: PyTree = "sequential",
+    trainable: Trainable = None,
     axis_name: str | tuple[str, ...] | None = None,
     fold: FoldName = "auto",
     accumulator_dtype: Any = None,
@@ -57,13 +106,39 @@ def accumulate(
     was really evaluated, any split of the same rows gives the same result. A microbatch of weight 0 contributes nothing
     even where its loss is NaN. Memory does not depend on `A`.
 
+    A loss of several terms :math:`k`, a dict of `Mean`, gives each its own denominator, through one gradient tree:
+
+    .. math:: L = \sum_k c_k \frac{\sum_i s_{ki}}{\sum_i n_{ki}}
+
+    A microbatch in which a term has weight 0 adds nothing to that term, if what it computes there is finite. Every term must
+    be a sum over rows or microbatches. What compares rows with each other (contrastive losses; a balance of router load over
+    the *batch*) is another function of each microbatch than of the whole, and no choice of weights changes that: see
+    `two_pass`, or define it per microbatch, `Mean(balance, jnp.int32(1))`.
+
     The weights are summed before the backward passes so that no pass over the gradient tree is needed to divide it.
-    That is free where they depend on the data only; where they depend on `params` it costs a forward pass (A > 1).
+    That is free where they depend on the data only; where they depend on `params`, or with `nonfinite="drop_microbatch"`
+    for several terms, it costs a forward pass (A > 1).
 
     Args:
-      loss_fn: `loss_fn(params, microbatch, key)` returning `Mean(total, weight)`, not divided, or `(Mean, metrics)`
-        with `has_aux=True`, where metrics is a tree of `Mean`, `Sum` and `Max`. Entries are scalars or one per row.
-      has_aux: whether `loss_fn` returns metrics too.
+      loss_fn: `loss_fn(params, microbatch, key)` returning `Mean(total, weight)`, not divided, or a dict of them. With
+        `has_aux` and `has_state` it returns a tuple. Entries are scalars or one per row.
+      has_aux: whether `loss_fn` returns `(loss, metrics)`, where metrics is a tree of `Mean`, `Sum` and `Max`.
+      has_state: whether it has mutable model state (batch statistics, fp8 maxima, router counts):
+        `loss_fn(params, state, microbatch, key)` returning `(loss, new_state)`, or `(loss, metrics, new_state)`. State is not
+        differentiated, and a microbatch of weight 0 does not touch it.
+      coefficients: the factor of every term of a dict loss but the main one, by name.
+      row_keys: give `loss_fn` one key per row, `(m,)`, in place of one per microbatch: the window's key folded with the row's
+        position in the effective batch (the leaf `row_position`, else its place as `split_batch` cut it). The same rows then
+        get the same randomness for every split. Use as `jax.vmap(lambda key, row: ...)(keys, rows)`; many small draws cost
+        time under `jax_default_prng_impl="rbg"`.
+      nonfinite: `"drop_microbatch"` leaves a microbatch whose loss is not finite out, total and weight, before its gradient
+        is made; each replica decides for its own, without communication. The default leaves nothing out.
+      state_reduction: how the states that the microbatches return become one; a tree prefix of the state.
+        `"sequential"`: each microbatch reads what the one before returned (replicas: mean of floats, the first's of others).
+        `"mean"`, `"sum"` (of the differences to the start) and `"max"`: each reads the state at the start of the window, and
+        the new values are reduced over all microbatches and replicas.
+      trainable: which parameters are differentiated: a tree prefix of bools, or a predicate of a leaf's path, such as
+        `lambda path: "lora" in path` of `"layers/0/lora/a"`. For the others no gradient and no sum exists.
       axis_name: the manual mesh axes that split rows, inside your own `jax.shard_map` or `jax.pmap`; `()` if its axes
         do not split rows. The result is then already reduced: a `pmean` of it changes nothing, but **another psum makes
         the gradient D times too large**, and JAX gives no way to prevent that.
@@ -74,8 +149,9 @@ def accumulate(
         Complex parameters are summed in the complex dtype of that width.
 
     Returns:
-      `grads_of(params, window, key=None) -> Accumulated`: pure, for you to jit. Every leaf of `window` has shape
-      `(A, m, ...)`, see `split_batch`; `key` is folded with the microbatch's index (and replica), None is passed on.
+      `grads_of(params, window, key=None, *, state=None) -> Accumulated`: pure, for you to jit. Every leaf of `window` has
+      shape `(A, m, ...)`, see `split_batch`; `key` is folded with the microbatch's index (and replica), None is passed on;
+      `state` is the model state with `has_state`.
 
     Raises:
       ValueError: while tracing, for a window or a return value that breaks the contract, a `fold` that is not safe
@@ -91,13 +167,19 @@ def accumulate(
     >>> float(out.weight), [round(float(g), 3) for g in out.grads]
     (6.0, [14.0, 15.4])
     """
+    objective = objective_of(
+        loss_fn, has_aux=has_aux, has_state=has_state, coefficients=coefficients, row_keys=row_keys, nonfinite=nonfinite,
+        state_reduction=state_reduction, trainable=trainable,
+    )  # fmt: skip
 
-    def grads_of(params: PyTree, window: PyTree, key: Any = None) -> Accumulated:
+    def grads_of(params: PyTree, window: PyTree, key: Any = None, *, state: PyTree = None) -> Accumulated:
         axes = check_manual_axes("accumulate", axis_name)
-        loss, metrics, grads = window_sums(
-            loss_fn, params, window, key, has_aux=has_aux, axes=axes, fold=fold, accumulator_dtype=accumulator_dtype
+        sums, state, _, grads = window_sums(
+            objective, params, state, window, key, axes=axes, fold=fold, accumulator_dtype=accumulator_dtype
         )
-        return Accumulated(loss.value, grads, jnp.asarray(loss.weight), metrics)
+        terms = sums.terms
+        weight = jnp.asarray(objective.main(terms).weight)
+        return Accumulated(objective.loss(terms), grads, weight, sums.metrics, terms, state, sums.dropped.value)
 
     return grads_of
 
@@ -120,100 +202,170 @@ def check_manual_axes(caller: str, axis_name: str | tuple[str, ...] | None) -> t
     return axes
 
 
+def fold_of(
+    objective: Objective, axes: tuple[str, ...], params: PyTree, state: PyTree, microbatch: PyTree, key: Any, steps: int | None
+) -> tuple[Fold, bool]:
+    """How the microbatches of a window are evaluated, of which one is given for its shapes; and whether the loss is 16-bit."""
+    if objective.has_state != (state is not None):
+        given = "no model state is given" if state is None else "a model state is given"
+        raise ValueError(f"has_state={objective.has_state}, but {given}. State goes with has_state=True, and needs it.")
+    trainable, frozen = partition(params, objective.trainable)
+
+    def value_of(trainable: PyTree, state: PyTree, index: jax.Array, microbatch: PyTree) -> tuple[Sums, PyTree]:
+        inner_key = objective.key(key, index, steps, microbatch, axes)
+        return sums_of(objective, axes, merge(trainable, frozen), state, microbatch, inner_key)
+
+    first_key = objective.key(key, jnp.int32(0), steps, microbatch, axes)
+    structure, narrow = sums_structure(objective, axes, params, state, microbatch, first_key)
+    reductions = reductions_of(state, objective.state_reduction)
+    return Fold(value_of, trainable, state, reductions, structure, objective.drops_nonfinite), narrow
+
+
 def window_sums(
-    loss_fn: LossFn,
+    objective: Objective,
     params: PyTree,
+    state: PyTree,
     window: PyTree,
     key: Any,
     *,
-    has_aux: bool,
     axes: tuple[str, ...],
     fold: FoldName,
     accumulator_dtype: Any,
-    reduce: Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]] | None = None,
-) -> tuple[Mean, PyTree, PyTree]:
-    """Weigh, fold, reduce: the undivided loss and metrics, and the divided gradient, over all replicas of `axes`.
+    scale: jax.Array | None = None,
+    noise_from: NoiseScaleFrom | None = None,
+    reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None,
+) -> WindowSums:
+    """Weigh, fold, reduce: a window over all replicas of `axes`.
 
-    `reduce` sums the total and the gradients over the replicas; None is one psum.
+    `reduce` sums the totals and the gradients over the replicas; None is one psum. The backward passes are run on `scale`
+    times the loss.
     """
     steps, _ = check_window(window)
-    params, window = vary(as_arrays((params, window)), axes)
-    trainable, frozen = partition(params)
-
-    def value_of(trainable: PyTree, microbatch: PyTree, key: Any) -> Sums:
-        return sums_of(loss_fn, has_aux, axes, merge(trainable, frozen), microbatch, key)
-
+    start = state
+    params, state, window = vary(as_arrays((params, state, window)), axes)
     first = jax.tree.map(lambda leaf: leaf[0], window)
-    structure, narrow = sums_structure(loss_fn, has_aux, axes, params, first, microbatch_key(key, jnp.int32(0), axes))
-    accumulators = zero_gradient(trainable, accumulator_dtype)
-    in_place = uses_in_place(fold, trainable, accumulators)
+    how, narrow = fold_of(objective, axes, params, state, first, key, steps)
+    accumulators = zero_gradient(how.trainable, accumulator_dtype)
+    fold = "carry" if noise_from == "microbatches" and fold == "auto" else fold
+    in_place = uses_in_place(fold, how.trainable, accumulators)
+    # What is dropped is known after the forward pass: a single term is divided afterwards, several are weighed with it.
+    late = objective.drops_nonfinite and len(how.structure.terms) == 1 and steps > 1
 
     if steps == 1:
-        sums, pull = pull_back(value_of, trainable, first, microbatch_key(key, jnp.int32(0), axes))
-        weights = jnp.asarray(sums[0].weight)[None]
-        weight = _sum_weights(weights, axes)
-        sums, grads = pull_inhabited(sums, pull, seed_of(structure, narrow, weight), start_of(structure), accumulators)
+        evaluated, pull = how.pull_back(how.start().state, jnp.int32(0), first)
+        weights = psum_over(axes, weights_of(evaluated[0]))
+        seeds = seeds_of(objective, how.structure, weights, scale, narrow)
+        running, grads = pull_inhabited(how, evaluated, pull, cotangents(how.structure, seeds), accumulators)
+        parts, dropped = None, jnp.int32(0)
     else:
-        weights = weigh(value_of, trainable, window, key, axes, structure)
-        weight = _sum_weights(weights, axes)
-        sums, grads = fold_gradients(
-            value_of, trainable, window, key, axes=axes, weights=weights, seed=seed_of(structure, narrow, weight),
-            start=start_of(structure), accumulators=accumulators, in_place=in_place,
+        before = objective._replace(drops_nonfinite=objective.drops_nonfinite and not late)
+        each, dropped = weigh(fold_of(before, axes, params, state, first, key, steps)[0], window)
+        weights = psum_over(axes, jax.tree.map(partial(_count, finite=late), each))
+        seeds = seeds_of(objective, how.structure, weights, scale, narrow)
+        running, grads, parts = fold_gradients(
+            how, window, inhabited=has_weight(each), seeds=cotangents(how.structure, seeds), accumulators=accumulators,
+            in_place=in_place, main=objective.main if noise_from == "microbatches" else None,
         )  # fmt: skip
-    loss, metrics = sums
-    total, grads = (reduce or _psum_over(axes))(loss.total, grads)
-    if narrow:
-        grads = divide_by(weight, grads)
-    return Mean(total, weight), reduce_over(axes, metrics), grads
+    sums = running.sums._replace(dropped=Sum(running.sums.dropped.value + _count(dropped)))
+    if noise_from is not None and parts is None:
+        parts = part_of(grads, objective.main(sums.terms).weight)
+    totals, grads = (reduce or partial(_psum_both, axes))({name: term.total for name, term in sums.terms.items()}, grads)
+    weights = psum_over(axes, weights_of(sums)) if late else weights
+    terms = {name: Mean(totals[name], weights[name]) for name in totals}
+    factor = factor_of(objective, weights, seeds if narrow or late else None, scale)
+    grads, parts = rescale(factor, grads, psum_over(axes, parts))
+    dropped = reduce_over(axes, sums.dropped) if objective.drops_nonfinite else Sum(jnp.int32(0))
+    sums = Sums(terms, reduce_over(axes, sums.metrics), dropped)
+    return WindowSums(sums, conclude(start, running.state, how.reductions, axes), parts, grads)
 
 
 def evaluate_window(
-    loss_fn: LossFn, params: PyTree, window: PyTree, *, has_aux: bool, axes: tuple[str, ...] = ()
+    objective: Objective, params: PyTree, state: PyTree, window: PyTree, *, axes: tuple[str, ...] = ()
 ) -> Evaluation:
-    """Undivided loss and metrics of a window, over all replicas of `axes`, `loss_fn` called with `key=None`."""
-    check_window(window)
-    params, window = vary((params, window), axes)
-
-    def value_of(params: PyTree, microbatch: PyTree, key: Any) -> Sums:
-        return sums_of(loss_fn, has_aux, axes, params, microbatch, key)
-
+    """Undivided loss and metrics of a window, over all replicas of `axes`, without key; what is not finite shows."""
+    steps, _ = check_window(window)
+    params, state, window = vary((params, state, window), axes)
     first = jax.tree.map(lambda leaf: leaf[0], window)
-    structure = jax.eval_shape(value_of, params, first, None)
-    return Evaluation(*reduce_over(axes, fold_values(value_of, params, window, structure)))
+    how, _ = fold_of(objective._replace(drops_nonfinite=False, trainable=None), axes, params, state, first, None, steps)
+    sums = reduce_over(axes, fold_values(how, window))
+    return Evaluation(objective.main(sums.terms), sums.metrics, sums.terms)
 
 
-def pull_inhabited(sums: Sums, pull: Any, seed: jax.Array, start: Sums, accumulators: PyTree) -> tuple[Sums, PyTree]:
+def pull_inhabited(
+    how: Fold, evaluated: tuple[Sums, PyTree], pull: Any, seeds: dict[str, jax.Array], accumulators: PyTree
+) -> tuple[Running, PyTree]:
     """The backward pass of a single microbatch, not run where its weight is 0."""
+    (sums, new), start = evaluated, how.start()
+    inhabited = has_weight(weights_of(sums))
 
-    def backward() -> tuple[Sums, PyTree]:
-        (grads,) = pull(seed)
-        return sums, jax.tree.map(lambda grad, like: grad.astype(like.dtype), grads, accumulators)
+    def backward() -> PyTree:
+        (grads,) = pull(seeds)
+        return jax.tree.map(lambda grad, like: grad.astype(like.dtype), grads, accumulators)
 
-    return jax.lax.cond(sums[0].weight != 0, backward, lambda: (start, accumulators))
+    grads = jax.lax.cond(inhabited, backward, lambda: accumulators)
+    return Running(merge_if(inhabited, start.sums, sums), how.touch(start.state, new, inhabited)), grads
 
 
-def seed_of(structure: Sums, narrow: bool, weight: jax.Array) -> jax.Array:
-    """The cotangent of the total: `1 / weight`, so that nobody has to divide the gradient.
+def seeds_of(
+    objective: Objective, structure: Sums, weights: Mapping[str, jax.Array], scale: jax.Array | None, narrow: bool
+) -> dict[str, jax.Array]:
+    """What the totals are multiplied by: `scale * coefficient / weight`, so that nobody has to divide the gradient.
 
-    A 16-bit (`narrow`) loss would round it, the same way in every gradient: there it is 1, and the sum is divided instead.
+    A 16-bit (`narrow`) loss would round them, the same way in every gradient: there they are powers of two near that, and
+    the sum is divided by what is missing.
     """
-    total = structure[0].total
-    scale = jnp.ones((), total.dtype) if narrow else _reciprocal(weight, total.dtype)
-    return vary(scale, varying_axes(total))
+
+    def seed_of(name: str, total: Any) -> jax.Array:
+        seed = _reciprocal(weights[name], total.dtype) * float(objective.coefficient(name))
+        seed = seed if scale is None else seed * scale.astype(total.dtype)
+        return _power_of_two(seed) if narrow else seed
+
+    return {name: seed_of(name, term.total) for name, term in structure.terms.items()}
 
 
-def _psum_over(axes: tuple[str, ...]) -> Callable[[jax.Array, PyTree], tuple[jax.Array, PyTree]]:
-    return lambda total, grads: jax.lax.psum((total, grads), axes) if axes else (total, grads)
+def cotangents(structure: Sums, seeds: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The seeds as the backward passes of one replica take them."""
+    return {name: vary(seeds[name], varying_axes(term.total)) for name, term in structure.terms.items()}
 
 
-def _sum_weights(weights: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    weight = jnp.sum(weights, dtype=weights.dtype)
-    return jax.lax.psum(weight, axes) if axes else weight
+def factor_of(
+    objective: Objective, weights: Mapping[str, jax.Array], late_seeds: Mapping[str, jax.Array] | None, scale: jax.Array | None
+) -> jax.Array | None:
+    """What the summed gradient lacks once the backward passes had their seeds; None where that is nothing."""
+    if late_seeds is not None:
+        seed = objective.main(late_seeds)
+        return _reciprocal(objective.main(weights), seed.dtype) * _reciprocal(seed, seed.dtype)
+    return None if scale is None else _reciprocal(scale, scale.dtype)
 
 
-def divide_by(weight: jax.Array, grads: PyTree) -> PyTree:
-    """Summed gradients over the weight, 0 where that is 0."""
-    return jax.tree.map(lambda grad: grad * _reciprocal(weight, grad.dtype), grads)
+def rescale(factor: jax.Array | None, grads: PyTree, parts: Parts | None) -> tuple[PyTree, Parts | None]:
+    """Summed gradients, and what is known of their noise, times the factor."""
+    if factor is None:
+        return grads, parts
+    parts = None if parts is None else parts._replace(squares=parts.squares * jnp.square(factor).astype(jnp.float32))
+    return jax.tree.map(lambda grad: grad * factor.astype(grad.dtype), grads), parts
+
+
+def psum_over(axes: tuple[str, ...], tree: PyTree) -> PyTree:
+    """The sum over the replicas of `axes`."""
+    return jax.lax.psum(tree, axes) if axes else tree
+
+
+def _psum_both(axes: tuple[str, ...], totals: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
+    return psum_over(axes, (totals, grads))
+
+
+def _count(entries: jax.Array, finite: bool = False) -> jax.Array:
+    """The sum, of the entries that are finite if that is asked for."""
+    kept = jnp.where(jnp.isfinite(entries), entries, jnp.zeros_like(entries)) if finite else entries
+    return jnp.sum(kept, dtype=entries.dtype)
+
+
+def _power_of_two(value: jax.Array) -> jax.Array:
+    """A power of two that float16 can hold, near the absolute value; 0 for 0."""
+    _, exponent = jnp.frexp(value)
+    power = jnp.ldexp(jnp.ones_like(value), jnp.clip(exponent - 1, -14, 15))
+    return jnp.where(value == 0, jnp.zeros_like(value), power)
 
 
 def _reciprocal(weight: jax.Array, dtype: Any) -> jax.Array:

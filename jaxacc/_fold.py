@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxacc._contract import Sums
-from jaxacc._keys import microbatch_key
 from jaxacc._mean import identity, merge
+from jaxacc._model_state import StateSums, seen, touch, untouched
+from jaxacc._noise import Parts, no_parts, part_of
 from jaxacc._split import row_mask_of
 from jaxacc._tree import PyTree, vary, varying_axes
 
 FoldName = Literal["auto", "in_place", "carry"]
-ValueOf = Callable[[PyTree, PyTree, Any], Sums]
-"""`value_of(trainable, microbatch, key)`: the undivided loss and metrics of one microbatch."""
+ValueOf = Callable[[PyTree, PyTree, jax.Array, PyTree], tuple[Sums, PyTree]]
+"""`value_of(trainable, state, index, microbatch)`: undivided sums, and the new model state, of one microbatch."""
 
 IN_PLACE_SINCE = (0, 11)
 """The first jax whose `with_refs` is right through an inner `lax.scan` (jax-ml/jax#38929)."""
@@ -38,6 +39,71 @@ def uses_in_place(fold: FoldName, trainable: PyTree, accumulators: PyTree) -> bo
     return fold != "carry" and reason is None
 
 
+class Fold(NamedTuple):
+    """How every microbatch of a window is evaluated.
+
+    Attributes:
+      value_of: its sums.
+      trainable: the parameters that are differentiated.
+      state: the model state at the start of the window, None without.
+      reductions: how its leaves reduce.
+      structure: the shapes of the sums.
+      drops: whether a microbatch can turn out to have no weight once it is evaluated.
+    """
+
+    value_of: ValueOf
+    trainable: PyTree
+    state: PyTree
+    reductions: PyTree
+    structure: Sums
+    drops: bool
+
+    def start(self) -> Running:
+        """The sums of no microbatches at all."""
+        sums = jax.tree.map(lambda zero, like: vary(zero, varying_axes(like)), identity(self.structure), self.structure)
+        axes = varying_axes(self.structure.dropped.value)
+        return Running(sums, vary(untouched(self.state, self.reductions), axes))
+
+    def pull_back(self, so_far: StateSums, index: jax.Array, microbatch: PyTree) -> tuple[tuple[Sums, PyTree], Any]:
+        """The sums and the state of one microbatch, and the function from cotangents of its totals to its gradient."""
+        state = seen(self.state, so_far, self.reductions)
+
+        def totals_of(trainable: PyTree) -> tuple[dict[str, jax.Array], tuple[Sums, PyTree]]:
+            sums, new = self.value_of(trainable, state, index, microbatch)
+            return {name: jnp.asarray(term.total) for name, term in sums.terms.items()}, (sums, new)
+
+        _, pull, evaluated = jax.vjp(totals_of, self.trainable, has_aux=True)
+        return evaluated, pull
+
+    def touch(self, so_far: StateSums, new: PyTree, touches: jax.Array) -> StateSums:
+        """The model states after one more microbatch."""
+        return touch(self.state, so_far, new, self.reductions, touches)
+
+
+class Running(NamedTuple):
+    """The sums so far."""
+
+    sums: Sums
+    state: StateSums
+
+
+def weights_of(sums: Sums) -> dict[str, jax.Array]:
+    """The weight of every term."""
+    return {name: jnp.asarray(term.weight) for name, term in sums.terms.items()}
+
+
+def has_weight(weights: Mapping[str, jax.Array]) -> jax.Array:
+    """Whether any term has weight: what has none is not evaluated and touches nothing."""
+    return jnp.any(jnp.stack([weight != 0 for weight in weights.values()]), axis=0)
+
+
+def merge_if(inhabited: jax.Array, sums: Sums, more: Sums) -> Sums:
+    """The sums with those of a microbatch that may have no weight; whether it was dropped is counted all the same."""
+    both = merge(sums, more)
+    chosen = jax.tree.map(lambda new, old: jnp.where(inhabited, new, old), both, sums)
+    return chosen._replace(dropped=both.dropped)
+
+
 def microbatches(window: PyTree) -> tuple[jax.Array, PyTree]:
     """The scanned input of a window: microbatch indices beside the microbatches."""
     steps = jax.tree.leaves(window)[0].shape[0]
@@ -50,76 +116,62 @@ def unless_padding(microbatch: PyTree, compute: Callable[[], Any], otherwise: An
     return compute() if mask is None else jax.lax.cond(jnp.any(mask), compute, lambda: otherwise)
 
 
-def weigh(value_of: ValueOf, trainable: PyTree, window: PyTree, key: Any, axes: tuple[str, ...], structure: Sums) -> jax.Array:
-    """The weight of every microbatch, `(A,)`.
+def weigh(fold: Fold, window: PyTree) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The weights of every microbatch, by term `(A,)`, and whether it was dropped, `(A,)`.
 
-    Nothing but the weights is kept, so XLA drops the forward pass where they depend on the data only. Where they depend
-    on the parameters this costs one forward pass.
+    Nothing else is kept, so XLA drops the forward pass where the weights depend on the data only. Where they depend on the
+    parameters, or on whether the loss is finite, this costs one forward pass.
     """
-    nothing = jnp.asarray(start_of(structure)[0].weight)
+    start = fold.start()
+    nothing = weights_of(start.sums), start.sums.dropped.value
 
-    def weight_of(_: None, x: tuple[jax.Array, PyTree]) -> tuple[None, jax.Array]:
-        index, microbatch = x
+    def next_weights(so_far: StateSums, x: tuple[jax.Array, PyTree]) -> tuple[StateSums, Any]:
+        def evaluate() -> tuple[StateSums, Any]:
+            index, microbatch = x
+            state = seen(fold.state, so_far, fold.reductions)
+            sums, new = fold.value_of(fold.trainable, state, index, microbatch)
+            weights = weights_of(sums)
+            return fold.touch(so_far, new, has_weight(weights)), (weights, sums.dropped.value)
 
-        def weight() -> jax.Array:
-            loss, _metrics = value_of(trainable, microbatch, microbatch_key(key, index, axes))
-            return jnp.asarray(loss.weight)
+        return unless_padding(x[1], evaluate, (so_far, nothing))
 
-        return None, unless_padding(microbatch, weight, nothing)
-
-    return jax.lax.scan(weight_of, None, microbatches(window))[1]
-
-
-def start_of(structure: Sums) -> Sums:
-    """The sums of no microbatches at all."""
-    return jax.tree.map(lambda zero, like: vary(zero, varying_axes(like)), identity(structure), structure)
+    return jax.lax.scan(next_weights, start.state, microbatches(window))[1]
 
 
-def fold_values(value_of: ValueOf, trainable: PyTree, window: PyTree, structure: Sums) -> Sums:
-    """Sum loss and metrics without gradients and without randomness; microbatches of weight 0 contribute nothing."""
+def fold_values(fold: Fold, window: PyTree) -> Sums:
+    """Sum loss and metrics without gradients; microbatches of weight 0 contribute nothing, the model state stays."""
 
-    def add(sums: Sums, microbatch: PyTree) -> tuple[Sums, None]:
+    def add(sums: Sums, x: tuple[jax.Array, PyTree]) -> tuple[Sums, None]:
         def merged() -> Sums:
-            more = value_of(trainable, microbatch, None)
-            inhabited = more[0].weight != 0
-            return jax.tree.map(lambda new, old: jnp.where(inhabited, new, old), merge(sums, more), sums)
+            more, _ = fold.value_of(fold.trainable, fold.state, *x)
+            return merge_if(has_weight(weights_of(more)), sums, more)
 
-        return unless_padding(microbatch, merged, sums), None
+        return unless_padding(x[1], merged, sums), None
 
-    return jax.lax.scan(add, start_of(structure), window)[0]
-
-
-def pull_back(value_of: ValueOf, trainable: PyTree, microbatch: PyTree, key: Any) -> tuple[Sums, Any]:
-    """The sums of one microbatch, and the function from a cotangent of its total to its gradient."""
-
-    def total_of(trainable: PyTree) -> tuple[jax.Array, Sums]:
-        sums = value_of(trainable, microbatch, key)
-        return jnp.asarray(sums[0].total), sums
-
-    _, pull, sums = jax.vjp(total_of, trainable, has_aux=True)
-    return sums, pull
+    return jax.lax.scan(add, fold.start().sums, microbatches(window))[0]
 
 
-def fold_microbatch(
-    value_of: ValueOf, trainable: PyTree, microbatch: PyTree, key: Any, *, sums: Sums, accumulators: PyTree, in_place: bool
-) -> tuple[Sums, PyTree]:
+def fold_one(
+    fold: Fold, running: Running, index: jax.Array, microbatch: PyTree, *, seeds: Any, accumulators: PyTree, in_place: bool
+) -> tuple[Running, PyTree]:
     """Add the sums and the gradient of one microbatch to those so far, unless its weight is 0.
 
     The accumulators have a leading axis of 1, and keep it while they are added to: XLA copies a sum that it has to reshape.
     """
-    more, pull = pull_back(value_of, trainable, microbatch, key)
-    inhabited, seed = more[0].weight != 0, jnp.ones_like(more[0].total)
-    sums = jax.tree.map(lambda new, old: jnp.where(inhabited, new, old), merge(sums, more), sums)
+    (more, new), pull = fold.pull_back(running.state, index, microbatch)
+    inhabited = has_weight(weights_of(more))
+    sums = merge_if(inhabited, running.sums, more)
+    state = fold.touch(running.state, new, inhabited)
 
     def add_in_place() -> PyTree:
         refs = jax.tree.map(lambda leaf: jax.new_ref(leaf[0]), accumulators)
-        pull.with_refs(refs)(seed)
+        pull.with_refs(refs)(seeds)
         return jax.tree.map(lambda ref: jax.freeze(ref)[None], refs)
 
     if in_place:
-        return sums, jax.lax.cond(inhabited, add_in_place, lambda: accumulators)
-    grad = jax.lax.cond(inhabited, lambda: pull(seed)[0], lambda: jax.tree.map(jnp.zeros_like, trainable))
-    return sums, add_gradient(accumulators, jax.tree.map(lambda leaf: leaf[None], grad))
+        return Running(sums, state), jax.lax.cond(inhabited, add_in_place, lambda: accumulators)
+    grad = jax.lax.cond(inhabited, lambda: pull(seeds)[0], lambda: jax.tree.map(jnp.zeros_like, fold.trainable))
+    return Running(sums, state), add_gradient(accumulators, jax.tree.map(lambda leaf: leaf[None], grad))
 
 
 def add_gradient(accumulators: PyTree, grad: PyTree) -> PyTree:
@@ -128,39 +180,48 @@ def add_gradient(accumulators: PyTree, grad: PyTree) -> PyTree:
 
 
 def fold_gradients(
-    value_of: ValueOf,
-    trainable: PyTree,
+    fold: Fold,
     window: PyTree,
-    key: Any,
     *,
-    axes: tuple[str, ...],
-    weights: jax.Array,
-    seed: jax.Array,
-    start: Sums,
+    inhabited: jax.Array,
+    seeds: dict[str, jax.Array],
     accumulators: PyTree,
     in_place: bool,
-) -> tuple[Sums, PyTree]:
-    """Sum loss, metrics and `seed` times the gradient over the microbatches whose weight is not 0.
+    main: Callable[[Any], Any] | None = None,
+) -> tuple[Running, PyTree, Parts | None]:
+    """Sum loss, metrics and, by the seeds of the totals, the gradient over the microbatches that are `inhabited`, `(A,)`.
 
     The others are not evaluated, so what they would give, NaN or not, never enters. In place, the backward pass adds
     every cotangent into its accumulator as soon as it has it; as a carry, a whole gradient tree exists beside the sum.
+    Given `main`, which picks the main term, the carry also says how noisy the gradients of the microbatches are.
     """
     refs = jax.tree.map(jax.new_ref, accumulators) if in_place else None
+    start = fold.start()
+    parts = None if main is None else jax.tree.map(lambda x: vary(x, varying_axes(fold.structure.dropped.value)), no_parts())
 
-    def add(carry: tuple[Sums, PyTree], x: Any) -> tuple[tuple[Sums, PyTree], None]:
-        index, microbatch = x[0]
+    def add(carry: Any, x: Any) -> tuple[Any, None]:
+        (index, microbatch), evaluated = x
 
-        def evaluate(carry: tuple[Sums, PyTree]) -> tuple[Sums, PyTree]:
-            sums, grads = carry
-            more, pull = pull_back(value_of, trainable, microbatch, microbatch_key(key, index, axes))
-            if in_place:
-                pull.with_refs(refs)(seed)
-            else:
-                grads = add_gradient(grads, pull(seed)[0])
-            return merge(sums, more), grads
+        def evaluate(carry: Any) -> Any:
+            running, grads, parts = carry
+            (more, new), pull = fold.pull_back(running.state, index, microbatch)
+            kept = has_weight(weights_of(more))
 
-        return jax.lax.cond(x[1] != 0, evaluate, lambda carry: carry, carry), None
+            def backward() -> Any:
+                if in_place:
+                    pull.with_refs(refs)(seeds)
+                    return grads, parts
+                grad = pull(seeds)[0]
+                noise = None if main is None else jax.tree.map(jnp.add, parts, part_of(grad, main(more.terms).weight))
+                return add_gradient(grads, grad), noise
 
-    carry = (start, None if in_place else accumulators)
-    (sums, grads), _ = jax.lax.scan(add, carry, (microbatches(window), weights))
-    return sums, jax.tree.map(jax.freeze, refs) if in_place else grads
+            state = fold.touch(running.state, new, kept)
+            if not fold.drops:
+                return Running(merge(running.sums, more), state), *backward()
+            return Running(merge_if(kept, running.sums, more), state), *jax.lax.cond(kept, backward, lambda: (grads, parts))
+
+        return jax.lax.cond(evaluated, evaluate, lambda carry: carry, carry), None
+
+    carry = (start, None if in_place else accumulators, parts)
+    (running, grads, parts), _ = jax.lax.scan(add, carry, (microbatches(window), inhabited))
+    return running, jax.tree.map(jax.freeze, refs) if in_place else grads, parts

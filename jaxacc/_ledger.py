@@ -49,6 +49,7 @@ class Ledger(NamedTuple):
       applied: updates that changed the parameters; `attempted - applied` windows were skipped.
       examples: real rows, those of skipped windows included.
       tokens: the integer weight of the loss, or the metric `Sum` named "tokens", those of skipped windows included.
+      skipped_in_a_row: windows skipped since the last applied one, an int32.
     """
 
     microbatches: Counter
@@ -56,6 +57,7 @@ class Ledger(NamedTuple):
     applied: Counter
     examples: Counter
     tokens: Counter
+    skipped_in_a_row: jax.Array
 
     def record(
         self, *, microbatches: jax.Array | int, applied: jax.Array, examples: jax.Array | int, tokens: jax.Array | int
@@ -67,9 +69,43 @@ class Ledger(NamedTuple):
             applied=self.applied.add(applied.astype(jnp.int32)),
             examples=self.examples.add(examples),
             tokens=self.tokens.add(tokens),
+            skipped_in_a_row=jnp.where(applied, 0, self.skipped_in_a_row + 1),
         )
 
 
 def new_ledger() -> Ledger:
     """A ledger with every counter at 0."""
-    return Ledger(*(zero() for _ in Ledger._fields))
+    return Ledger(*(zero() for _ in range(5)), skipped_in_a_row=jnp.int32(0))
+
+
+def check_skipped(ledger: Ledger, *, raise_after: int) -> None:
+    """Stop a loop that learns nothing any more.
+
+    Reads the ledger, so that it waits for the update that made it. Call it as often as that may cost.
+
+    Args:
+      ledger: of a training state, `state.ledger`.
+      raise_after: how many windows in a row may be skipped, less one.
+
+    Raises:
+      FloatingPointError: the last `raise_after` windows, or more, were all skipped.
+
+    >>> import jaxacc, jax.numpy as jnp, optax
+    >>> loss_fn = lambda params, microbatch, key: jaxacc.Mean(jnp.log(microbatch) * params, jnp.ones_like(microbatch))
+    >>> step = jaxacc.make_step(loss_fn, optax.sgd(0.1))
+    >>> state, _ = step.update(step.init(jnp.float32(1)), -jnp.ones((2, 4)))
+    >>> jaxacc.check_skipped(state.ledger, raise_after=2)
+    >>> state, _ = step.update(state, -jnp.ones((2, 4)))
+    >>> jaxacc.check_skipped(state.ledger, raise_after=2)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    FloatingPointError: the last 2 windows were all skipped (0 of 2 attempted were applied)...
+    """
+    if raise_after < 1:
+        raise ValueError(f"raise_after={raise_after} is less than 1.")
+    skipped = int(ledger.skipped_in_a_row)
+    if skipped >= raise_after:
+        raise FloatingPointError(
+            f"the last {skipped} windows were all skipped ({int(ledger.applied)} of {int(ledger.attempted)} attempted were "
+            "applied). info.outcome says why: SKIPPED_NONFINITE is a loss or gradient that is NaN or infinite. Look at the "
+            "data of these windows, lower the learning rate, or go back to an earlier state."
+        )

@@ -14,11 +14,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxacc._accumulate import Evaluation, evaluate_window, window_sums
-from jaxacc._contract import LossFn
-from jaxacc._mean import Mean
+from jaxacc._accumulate import Evaluation, WindowSums, evaluate_window, window_sums
+from jaxacc._contract import Objective
 from jaxacc._split import check_window
-from jaxacc._tree import PyTree, is_inexact, partition
+from jaxacc._tree import PyTree, Trainable, is_trained, partition
 
 
 @jax.tree_util.register_static
@@ -31,12 +30,14 @@ class Layout:
       data_axes: the axes that split rows.
       params_specs: one `PartitionSpec` per leaf of the parameters, in the order of `jax.tree.leaves`.
       shard_optimizer: whether optimizer state and update are sharded over the data axes where params are not.
+      trained: whether each of these leaves is trained.
     """
 
     mesh: Mesh
     data_axes: tuple[str, ...]
     params_specs: tuple[P, ...]
     shard_optimizer: bool
+    trained: tuple[bool, ...]
 
     @property
     def replicas(self) -> int:
@@ -105,8 +106,8 @@ class Layout:
 
     def _trainable(self, params: PyTree) -> list[tuple[Any, Any, P]]:
         """Path, leaf and spec of every leaf that is trained."""
-        specs = zip(jax.tree.leaves_with_path(params), self.params_specs, strict=True)
-        return [(path, leaf, spec) for (path, leaf), spec in specs if is_inexact(leaf)]
+        leaves = zip(jax.tree.leaves_with_path(params), self.params_specs, self.trained, strict=True)
+        return [(path, leaf, spec) for (path, leaf), spec, trained in leaves if trained]
 
     def _opt_shardings(self, params: PyTree, opt_state: PyTree) -> PyTree:
         """A leaf that mirrors a parameter, by the end of its path and its shape, lies as that is updated."""
@@ -130,7 +131,9 @@ def auto_mesh(mesh: Mesh, data_axes: tuple[str, ...]) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
-def layout_of(params: PyTree, mesh: Mesh, data_axes: tuple[str, ...], params_specs: PyTree, shard_optimizer: bool) -> Layout:
+def layout_of(
+    params: PyTree, mesh: Mesh, data_axes: tuple[str, ...], params_specs: PyTree, shard_optimizer: bool, trainable: Trainable
+) -> Layout:
     """The layout of parameters that are placed already, or that `params_specs` (a tree prefix) says where to place."""
     if params_specs is None:
         specs = [_spec_found(leaf, mesh) for leaf in jax.tree.leaves(params)]
@@ -140,7 +143,8 @@ def layout_of(params: PyTree, mesh: Mesh, data_axes: tuple[str, ...], params_spe
             lambda spec, part: jax.tree.map(lambda _: spec or P(), part), params_specs, params, is_leaf=is_spec
         )
         specs = jax.tree.leaves(spread)
-    layout = Layout(mesh, data_axes, tuple(_normalized(spec, mesh) for spec in specs), shard_optimizer)
+    specs = tuple(_normalized(spec, mesh) for spec in specs)
+    layout = Layout(mesh, data_axes, specs, shard_optimizer, is_trained(params, trainable))
     if shard_optimizer and layout.shards_params:
         raise ValueError(
             f"shard_optimizer=True, but parameters are sharded over {data_axes} already, and the optimizer state with "
@@ -251,41 +255,46 @@ def constrain_update(layout: Layout | None, params: PyTree, tree: PyTree) -> PyT
 
 def sums_on(
     layout: Layout | None,
-    loss_fn: LossFn,
+    objective: Objective,
     params: PyTree,
+    state: PyTree,
     window: PyTree,
     key: Any,
+    scale: jax.Array | None,
     *,
     reduction_dtype: Any,
     **options: Any,
-) -> tuple[Mean, PyTree, PyTree]:
-    """`window_sums` over all replicas: undivided loss and metrics, and the gradient where the update happens.
+) -> WindowSums:
+    """`window_sums` over all replicas, the gradient where the update happens.
 
     Manual over the data axes, so that nothing is communicated before the one reduction at the end. Parameters that are
     sharded over a data axis have to be gathered for every microbatch instead, which is left to the compiler.
     """
     if layout is None or not layout.is_manual:
-        loss, metrics, grads = window_sums(loss_fn, params, window, key, axes=(), **options)
-        return loss, metrics, constrain_update(layout, params, grads)
+        summed = window_sums(objective, params, state, window, key, axes=(), scale=scale, **options)
+        return summed._replace(grads=constrain_update(layout, params, summed.grads))
     reduce = reduction(layout, params, reduction_dtype)
 
-    def on_replica(params: PyTree, window: PyTree, key: Any) -> tuple[Mean, PyTree, PyTree]:
-        return window_sums(loss_fn, params, window, key, axes=layout.data_axes, reduce=reduce, **options)
+    def on_replica(params: PyTree, state: PyTree, window: PyTree, key: Any, scale: Any) -> WindowSums:
+        axes = layout.data_axes
+        return window_sums(objective, params, state, window, key, axes=axes, scale=scale, reduce=reduce, **options)
 
-    out_specs = (P(), P(), reduced_specs(layout, params, partition(params)[0]))
-    loss, metrics, grads = manual(layout, on_replica, (P(), P(None, layout.data_axes), P()), out_specs)(params, window, key)
-    return loss, metrics, constrain_update(layout, params, grads)
+    grads_specs = reduced_specs(layout, params, partition(params, objective.trainable)[0])
+    in_specs = (P(), P(), P(None, layout.data_axes), P(), P())
+    out_specs = WindowSums(P(), P(), P(), grads_specs)  # pyright: ignore[reportArgumentType] (specs of what it holds)
+    summed = manual(layout, on_replica, in_specs, out_specs)(params, state, window, key, scale)
+    return summed._replace(grads=constrain_update(layout, params, summed.grads))
 
 
-def evaluate_on(layout: Layout | None, loss_fn: LossFn, params: PyTree, window: PyTree, *, has_aux: bool) -> Evaluation:
+def evaluate_on(layout: Layout | None, objective: Objective, params: PyTree, state: PyTree, window: PyTree) -> Evaluation:
     """`evaluate_window` over all replicas."""
     if layout is None or not layout.is_manual:
-        return evaluate_window(loss_fn, params, window, has_aux=has_aux)
+        return evaluate_window(objective, params, state, window)
 
-    def on_replica(params: PyTree, window: PyTree) -> Evaluation:
-        return evaluate_window(loss_fn, params, window, has_aux=has_aux, axes=layout.data_axes)
+    def on_replica(params: PyTree, state: PyTree, window: PyTree) -> Evaluation:
+        return evaluate_window(objective, params, state, window, axes=layout.data_axes)
 
-    return manual(layout, on_replica, (P(), P(None, layout.data_axes)), P())(params, window)
+    return manual(layout, on_replica, (P(), P(), P(None, layout.data_axes)), P())(params, state, window)
 
 
 def manual(layout: Layout, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -315,19 +324,19 @@ def _reduced_dimensions(layout: Layout, params: PyTree) -> list[int | None]:
 def reduction(layout: Layout | None, params: PyTree, dtype: Any) -> Callable[..., Any]:
     """Sum the loss and every gradient over the replicas: one all-reduce, and one reduce-scatter per scattered leaf."""
     if layout is None or not layout.is_manual:
-        return lambda total, grads: (total, grads)
+        return lambda totals, grads: (totals, grads)
     axes, dimensions = layout.data_axes, _reduced_dimensions(layout, params)
 
-    def reduce(total: jax.Array, grads: PyTree) -> tuple[jax.Array, PyTree]:
+    def reduce(totals: PyTree, grads: PyTree) -> tuple[PyTree, PyTree]:
         leaves, structure = jax.tree.flatten(grads)
         sent = [leaf if dtype is None else leaf.astype(dtype) for leaf in leaves]
         whole = {i: leaf for i, leaf in enumerate(sent) if dimensions[i] is None}
-        total, whole = jax.lax.psum((total, whole), axes)
+        totals, whole = jax.lax.psum((totals, whole), axes)
         summed = [
             whole[i] if d is None else jax.lax.psum_scatter(sent[i], axes, scatter_dimension=d, tiled=True)
             for i, d in enumerate(dimensions)
         ]
-        return total, jax.tree.unflatten(structure, [s.astype(leaf.dtype) for s, leaf in zip(summed, leaves, strict=True)])
+        return totals, jax.tree.unflatten(structure, [s.astype(leaf.dtype) for s, leaf in zip(summed, leaves, strict=True)])
 
     return reduce
 

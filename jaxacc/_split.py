@@ -13,6 +13,7 @@ from jaxacc._tree import PyTree
 
 ROW_MASK = "row_mask"
 ROW_IDS = "row_ids"
+ROW_POSITION = "row_position"
 
 
 class Split(NamedTuple):

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxacc._accumulate import Evaluation, zero_gradient
-from jaxacc._contract import LossFn
+from jaxacc._accumulate import Evaluation, WindowSums, zero_gradient
+from jaxacc._contract import LossFn, Nonfinite, Objective, Sums, objective_of
 from jaxacc._fold import FoldName
 from jaxacc._keys import window_key
 from jaxacc._ledger import Ledger, new_ledger
@@ -29,9 +29,11 @@ from jaxacc._mesh import (
     on_mesh,
     sums_on,
 )
+from jaxacc._noise import NoiseScaleFrom, NoiseState, noise_scale_of, observe, quiet
+from jaxacc._scaling import LossScale, ScaleState, adjust, check_scale, start_scale
 from jaxacc._split import ROW_IDS, check_window, reserved_leaf, row_mask_of
 from jaxacc._stream import Accumulator, add_on, begin_on, reduce_on
-from jaxacc._tree import PyTree, all_finite, cast_like, copy, merge, partition
+from jaxacc._tree import PyTree, Trainable, all_finite, cast_like, copy, merge, partition
 
 
 class Outcome(enum.IntEnum):
@@ -40,6 +42,8 @@ class Outcome(enum.IntEnum):
     APPLIED = 0
     SKIPPED_NONFINITE = 1
     SKIPPED_EMPTY = 2
+    SKIPPED_WEIGHTS = 3
+    """The weights that `step.begin` was told are not those that were added."""
 
 
 class TrainState(NamedTuple):
@@ -47,15 +51,21 @@ class TrainState(NamedTuple):
 
     Attributes:
       params: the parameters.
-      opt_state: the Optax state of the floating leaves of `params`.
+      opt_state: the Optax state of the leaves of `params` that are trained.
+      model_state: the mutable state of the model, or None.
       key: the random key that window keys are folded from, or None.
+      loss_scale: the scale of the next window, or None.
+      noise: the averages behind the gradient noise scale, or None.
       ledger: exact counts of what was consumed and applied.
       layout: how the arrays lie on a mesh (static, no array), or None on one device.
     """
 
     params: PyTree
     opt_state: PyTree
+    model_state: PyTree
     key: Any
+    loss_scale: ScaleState | None
+    noise: NoiseState | None
     ledger: Ledger
     layout: Layout | None = None
 
@@ -64,13 +74,18 @@ class StepInfo(NamedTuple):
     """What one window did.
 
     Attributes:
-      loss: weighted mean loss before the update.
-      weight: the weight evaluated.
-      grad_norm: global norm of the gradient, before any clipping.
+      loss: weighted mean loss before the update; of several terms, each over its weight, times its coefficient.
+      weight: the weight evaluated; of several terms, the main one's.
+      grad_norm: global norm of the gradient, before any clipping, without loss scale.
       outcome: an `Outcome` as int32.
       examples: real rows in the window, of all replicas.
-      tokens: the integer weight of the loss, or the metric `Sum` named "tokens"; 0 where there is neither.
+      tokens: the integer weight of the (main) loss, or the metric `Sum` named "tokens"; 0 where there is neither.
       metrics: the metrics of `loss_fn`, merged over the window and not divided: read `.value`.
+      terms: the terms of the loss by name, merged over the window and not divided: read `.value`.
+      dropped: microbatches left out because their loss was not finite, of all replicas.
+      loss_scale: the scale of this window's backward passes, None without.
+      noise_scale: the gradient noise scale in units of weight, averaged over windows; NaN while it cannot be estimated, None
+        where it is not asked for.
       duplicate_rows: with `check_row_ids`, real rows whose id occurred before in the window, on any replica; else None.
     """
 
@@ -81,6 +96,10 @@ class StepInfo(NamedTuple):
     examples: jax.Array
     tokens: jax.Array
     metrics: PyTree
+    terms: dict[str, Mean]
+    dropped: jax.Array
+    loss_scale: jax.Array | None = None
+    noise_scale: jax.Array | None = None
     duplicate_rows: jax.Array | None = None
 
 
@@ -97,10 +116,13 @@ class Step(NamedTuple):
     gives the update of the same microbatches in one window. Between two of them `accumulator` is a plain pytree.
 
     Attributes:
-      init: `init(params, *, key=None) -> TrainState`. Copies: your arrays stay valid after the state is donated.
+      init: `init(params, *, key=None, model_state=None) -> TrainState`. Copies: your arrays stay valid after the state is
+        donated.
       update: `update(state, window) -> (TrainState, StepInfo)`; donates `state`.
-      evaluate: `evaluate(state, window) -> Evaluation`. No randomness, nothing moves.
-      begin: `begin(state, microbatch, saved=None) -> Accumulator`: empty, or what was saved, for the replicas of this step.
+      evaluate: `evaluate(state, window) -> Evaluation`. No randomness, nothing moves; what is not finite shows.
+      begin: `begin(state, microbatch, saved=None, weights=None) -> Accumulator`: empty, or what was saved, for the replicas of
+        this step. A loss of several terms needs the weight of each in the whole window, over all replicas, as
+        `weights={name: weight}`; where they turn out to be others the window is skipped. For one term they are optional.
       add: `add(accumulator, state, microbatch) -> Accumulator`; donates the accumulator, communicates nothing.
       finish: `finish(accumulator, state) -> (TrainState, StepInfo)`: the one reduction, division and
         update; donates the state.
@@ -119,6 +141,14 @@ def make_step(
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
+    has_state: bool = False,
+    coefficients: Mapping[str, float] | None = None,
+    row_keys: bool = False,
+    nonfinite: Nonfinite = "skip_window",
+    state_reduction: PyTree = "sequential",
+    trainable: Trainable = None,
+    loss_scale: LossScale | None = None,
+    noise_scale: NoiseScaleFrom | None = None,
     fold: FoldName = "auto",
     accumulator_dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -152,7 +182,14 @@ def make_step(
       tx: the Optax transformation. It is given `params` and the extra arguments `value` and `grad`. New state is cast
         back to the dtypes of the state it replaces. Line searches (which need `value_fn`) and `optax.MultiSteps` (a
         second accumulation) are refused.
-      has_aux: as for `accumulate`.
+      has_aux, has_state, coefficients, row_keys, nonfinite, state_reduction: as for `accumulate`. Model state is given to
+        `init`, and evaluation reads it without changing it. A window that is skipped leaves it as it was.
+      trainable: as for `accumulate`; optimizer state too exists for these leaves only.
+      loss_scale: how to scale the loss for float16 gradients, see `LossScale`.
+      noise_scale: estimate the gradient noise scale of McCandlish et al., 2018 (https://arxiv.org/abs/1812.06162): the batch,
+        in units of the loss's weight, above which more of it stops paying. From the gradients of the `"replicas"` at no
+        cost in memory, if they fold their own (D > 1, parameters not sharded over a data axis); or from those of the
+        `"microbatches"`, which takes `fold="carry"` and so a gradient tree.
       fold: as for `accumulate`.
       accumulator_dtype: as for `accumulate`.
       mesh: the devices to run on; its axes may be `Auto` or `Explicit`. None is one device. State and info lie on the
@@ -187,40 +224,56 @@ def make_step(
     """
     transform = optax.with_extra_args_support(tx)
     mesh, axes = _check_mesh(mesh, data_axes, params_specs, shard_optimizer, reduction_dtype)
+    objective = objective_of(
+        loss_fn, has_aux=has_aux, has_state=has_state, coefficients=coefficients, row_keys=row_keys, nonfinite=nonfinite,
+        state_reduction=state_reduction, trainable=trainable,
+    )  # fmt: skip
+    _check_options(loss_scale, noise_scale, fold)
 
-    def init(params: PyTree, *, key: Any = None) -> TrainState:
-        layout = layout_of(params, mesh, axes, params_specs, shard_optimizer) if mesh is not None else None
+    def init(params: PyTree, *, key: Any = None, model_state: PyTree = None) -> TrainState:
+        layout = layout_of(params, mesh, axes, params_specs, shard_optimizer, trainable) if mesh is not None else None
 
-        def build(params: PyTree, key: Any) -> TrainState:
+        def build(params: PyTree, rest: tuple[Any, PyTree]) -> TrainState:
+            key, model_state = copy(rest)
             params = copy(params)
-            trainable, _ = partition(params)
-            opt_state = copy(transform.init(trainable))
-            _check_transform(transform, opt_state, trainable, accumulator_dtype)
-            return TrainState(params, opt_state, copy(key), new_ledger(), layout)
+            trained, _ = partition(params, trainable)
+            opt_state = copy(transform.init(trained))
+            _check_transform(transform, opt_state, trained, accumulator_dtype)
+            scale = start_scale(loss_scale) if loss_scale is not None else None
+            noise = quiet() if noise_scale is not None else None
+            return TrainState(params, opt_state, model_state, key, scale, noise, new_ledger(), layout)
 
-        return build_on(layout, build, params, key)
+        return build_on(layout, build, params, (key, model_state))
 
     def update(state: TrainState, window: PyTree) -> tuple[TrainState, StepInfo]:
         layout = _check_layout(state.layout, mesh)
         with on_mesh(layout):
             state, window = constrain_state(layout, state), constrain_window(layout, window)
-            loss, metrics, grads = sums_on(
-                layout, loss_fn, state.params, window, window_key(state.key, state.ledger.attempted), has_aux=has_aux,
-                fold=fold, accumulator_dtype=accumulator_dtype, reduction_dtype=reduction_dtype,
+            window_sums = sums_on(
+                layout, objective, state.params, state.model_state, window, window_key(state.key, state.ledger.attempted),
+                _scale_of(state), fold=fold, accumulator_dtype=accumulator_dtype, reduction_dtype=reduction_dtype,
+                noise_from=noise_scale,
             )  # fmt: skip
             examples, real_microbatches = _count_rows(window, layout.replicas if layout is not None else 1)
             duplicates = _count_duplicates(layout, window) if check_row_ids else None
-            return _conclude(transform, state, loss, metrics, grads, examples, real_microbatches, duplicates)
+            gate = _outcome(objective, window_sums)
+            return conclude(state, window_sums, gate, examples, real_microbatches, duplicates)
 
-    def begin(state: TrainState, microbatch: PyTree, saved: Accumulator | None = None) -> Accumulator:
+    def conclude(state: TrainState, window: WindowSums, gate: jax.Array, *counts: Any) -> tuple[TrainState, StepInfo]:
+        return _conclude(transform, objective, loss_scale, state, window, gate, *counts)
+
+    def begin(
+        state: TrainState, microbatch: PyTree, saved: Accumulator | None = None, weights: Mapping[str, Any] | None = None
+    ) -> Accumulator:
         layout = _check_layout(state.layout, mesh)
-        if check_row_ids:
-            raise ValueError("check_row_ids=True compares the rows of a window, which a streamed one does not hold.")
+        if check_row_ids or noise_scale == "microbatches":
+            option = "check_row_ids=True compares the rows" if check_row_ids else "noise_scale='microbatches' needs gradients"
+            raise ValueError(f"{option} of a window, which a streamed one does not hold. Leave it out.")
         with on_mesh(layout):
             state, window = constrain_state(layout, state), constrain_window(layout, _window_of(microbatch))
             return begin_on(
-                layout, loss_fn, state.params, window, window_key(state.key, state.ledger.attempted), saved, has_aux=has_aux,
-                accumulator_dtype=accumulator_dtype,
+                layout, objective, state.params, state.model_state, window,
+                window_key(state.key, state.ledger.attempted), saved, weights, accumulator_dtype=accumulator_dtype,
             )  # fmt: skip
 
     def add(accumulator: Accumulator, state: TrainState, microbatch: PyTree) -> Accumulator:
@@ -228,23 +281,27 @@ def make_step(
         with on_mesh(layout):
             state, window = constrain_state(layout, state), constrain_window(layout, _window_of(microbatch))
             return add_on(
-                layout, loss_fn, accumulator, state.params, window, window_key(state.key, state.ledger.attempted),
-                has_aux=has_aux, fold=fold,
+                layout, objective, accumulator, state.params, state.model_state, window,
+                window_key(state.key, state.ledger.attempted), _scale_of(state), fold=fold,
             )  # fmt: skip
 
     def finish(accumulator: Accumulator, state: TrainState) -> tuple[TrainState, StepInfo]:
         layout = _check_layout(state.layout, mesh)
         with on_mesh(layout):
             state = constrain_state(layout, state)
-            sums, grads = reduce_on(layout, accumulator, state.params, reduction_dtype=reduction_dtype)
-            examples, real_microbatches = sums.examples.value, sums.microbatches.value
-            return _conclude(transform, state, sums.loss, sums.metrics, grads, examples, real_microbatches, None)
+            reduced = reduce_on(
+                layout, objective, accumulator, state.params, state.model_state, _scale_of(state),
+                reduction_dtype=reduction_dtype, noise=noise_scale is not None,
+            )  # fmt: skip
+            gate = _outcome(objective, reduced.window)
+            gate = jnp.where(reduced.as_stated | (gate != Outcome.APPLIED), gate, Outcome.SKIPPED_WEIGHTS)
+            return conclude(state, reduced.window, gate, reduced.examples, reduced.microbatches, None)
 
     def evaluate(state: TrainState, window: PyTree) -> Evaluation:
         layout = _check_layout(state.layout, mesh)
         with on_mesh(layout):
             state, window = constrain_state(layout, state), constrain_window(layout, window)
-            return evaluate_on(layout, loss_fn, state.params, window, has_aux=has_aux)
+            return evaluate_on(layout, objective, state.params, state.model_state, window)
 
     return Step(
         init, jax.jit(update, donate_argnums=0), jax.jit(evaluate),
@@ -278,44 +335,74 @@ def _check_layout(layout: Layout | None, mesh: jax.sharding.Mesh | None) -> Layo
     return layout
 
 
+def _check_options(loss_scale: LossScale | None, noise_scale: NoiseScaleFrom | None, fold: FoldName) -> None:
+    if loss_scale is not None:
+        if not isinstance(loss_scale, LossScale):
+            raise ValueError(f"loss_scale={loss_scale!r} is no jaxacc.LossScale. For a constant one give it floor and ceiling.")
+        check_scale(loss_scale)
+    if noise_scale not in (None, "replicas", "microbatches"):
+        raise ValueError(f"noise_scale={noise_scale!r} is not one of 'replicas' and 'microbatches'.")
+    if noise_scale == "microbatches" and fold == "in_place":
+        raise ValueError(
+            "noise_scale='microbatches' looks at each gradient before it is added, which fold='in_place' has not. Use "
+            "fold='carry' or 'auto'."
+        )
+
+
+def _scale_of(state: TrainState) -> jax.Array | None:
+    return None if state.loss_scale is None else state.loss_scale.scale
+
+
 def _conclude(
-    transform: optax.GradientTransformationExtraArgs, state: TrainState, loss: Mean, metrics: PyTree, grads: PyTree,
-    examples: jax.Array, microbatches: jax.Array, duplicates: jax.Array | None,
+    transform: optax.GradientTransformationExtraArgs, objective: Objective, loss_scale: LossScale | None, state: TrainState,
+    window: WindowSums, outcome: jax.Array, examples: jax.Array, microbatches: jax.Array, duplicates: jax.Array | None,
 ) -> tuple[TrainState, StepInfo]:  # fmt: skip
-    """Gate the gradient of a whole window, apply one update, and count."""
-    outcome = _outcome(loss, grads)
-    params, opt_state = _gated_update(transform, outcome == Outcome.APPLIED, state, grads, loss.value)
-    tokens = _count_tokens(loss, metrics)
-    ledger = state.ledger.record(
-        microbatches=microbatches, applied=outcome == Outcome.APPLIED, examples=examples, tokens=tokens
-    )
+    """Apply one update if that is the outcome of the window, and count."""
+    sums, grads = window.sums, window.grads
+    applied = outcome == Outcome.APPLIED
+    loss, main, norm = objective.loss(sums.terms), objective.main(sums.terms), optax.tree.norm(grads)
+    params, opt_state, model_state = _gated_update(transform, objective, applied, state, window, loss)
+    tokens = _count_tokens(main, sums.metrics)
+    noise, scale = state.noise, state.loss_scale
+    if noise is not None and window.parts is not None:
+        noise = observe(noise, window.parts, jnp.square(norm), main.weight, applied)
+    if scale is not None and loss_scale is not None:
+        scale = adjust(loss_scale, scale, good=applied, overflowed=outcome == Outcome.SKIPPED_NONFINITE)
     info = StepInfo(
-        loss=loss.value, weight=jnp.asarray(loss.weight), grad_norm=optax.tree.norm(grads), outcome=outcome,
-        examples=examples, tokens=tokens, metrics=metrics, duplicate_rows=duplicates,
+        loss=loss, weight=jnp.asarray(main.weight), grad_norm=norm, outcome=outcome, examples=examples, tokens=tokens,
+        metrics=sums.metrics, terms=sums.terms, dropped=sums.dropped.value, loss_scale=_scale_of(state),
+        noise_scale=None if noise is None else noise_scale_of(noise), duplicate_rows=duplicates,
     )  # fmt: skip
-    return constrain_state(state.layout, state._replace(params=params, opt_state=opt_state, ledger=ledger)), info
+    ledger = state.ledger.record(microbatches=microbatches, applied=applied, examples=examples, tokens=tokens)
+    state = TrainState(params, opt_state, model_state, state.key, scale, noise, ledger, state.layout)
+    return constrain_state(state.layout, state), info
 
 
-def _outcome(loss: Mean, grads: PyTree) -> jax.Array:
-    weight = jnp.asarray(loss.weight)
-    finite = jnp.isfinite(loss.value) & jnp.isfinite(weight) & all_finite(grads)
-    applied = jnp.where(finite & (weight > 0), Outcome.APPLIED, Outcome.SKIPPED_NONFINITE)
-    return jnp.where(weight == 0, Outcome.SKIPPED_EMPTY, applied).astype(jnp.int32)
+def _outcome(objective: Objective, window: WindowSums) -> jax.Array:
+    sums: Sums = window.sums
+    weights = jnp.stack([jnp.asarray(term.weight).astype(jnp.float32) for term in sums.terms.values()])
+    main = objective.main(sums.terms).weight
+    finite = jnp.isfinite(objective.loss(sums.terms)) & jnp.all(jnp.isfinite(weights)) & all_finite(window.grads)
+    applied = jnp.where(finite & (main >= 0), Outcome.APPLIED, Outcome.SKIPPED_NONFINITE)
+    return jnp.where(jnp.all(weights == 0), Outcome.SKIPPED_EMPTY, applied).astype(jnp.int32)
 
 
 def _gated_update(
-    transform: optax.GradientTransformationExtraArgs, apply: jax.Array, state: TrainState, grads: PyTree, value: jax.Array
-) -> tuple[PyTree, PyTree]:
+    transform: optax.GradientTransformationExtraArgs, objective: Objective, apply: jax.Array, state: TrainState,
+    window: WindowSums, value: jax.Array,
+) -> tuple[PyTree, PyTree, PyTree]:  # fmt: skip
     """One `tx.update` where `apply`, else the old leaves untouched; a branch, because a select would copy them all."""
-    trainable, frozen = partition(state.params)
+    trainable, frozen = partition(state.params, objective.trainable)
     trainable = constrain_update(state.layout, state.params, trainable)
+    grads = window.grads
 
-    def moved() -> tuple[PyTree, PyTree]:
+    def moved() -> tuple[PyTree, PyTree, PyTree]:
         updates, opt_state = transform.update(grads, state.opt_state, trainable, value=value, grad=grads)
-        return optax.apply_updates(trainable, updates), cast_like(opt_state, state.opt_state)
+        return optax.apply_updates(trainable, updates), cast_like(opt_state, state.opt_state), window.state
 
-    trainable, opt_state = jax.lax.cond(apply, moved, lambda: (trainable, state.opt_state))
-    return merge(trainable, frozen), opt_state
+    untouched = (trainable, state.opt_state, state.model_state)
+    trainable, opt_state, model_state = jax.lax.cond(apply, moved, lambda: untouched)
+    return merge(trainable, frozen), opt_state, model_state
 
 
 def _count_rows(window: PyTree, replicas: int) -> tuple[jax.Array, jax.Array]:
@@ -349,9 +436,9 @@ def _count_tokens(loss: Mean, metrics: PyTree) -> jax.Array:
                 f'the metric Sum named "tokens" is {tokens.dtype}, which the ledger cannot count exactly. Sum integers or '
                 "bools, jnp.sum(mask, dtype=jnp.int32), or name the metric otherwise."
             )
-        return tokens
+        return jnp.maximum(tokens, 0)
     weight = jnp.asarray(loss.weight)
-    return weight if jnp.issubdtype(weight.dtype, jnp.integer) else jnp.int32(0)
+    return jnp.maximum(weight, 0) if jnp.issubdtype(weight.dtype, jnp.integer) else jnp.int32(0)
 
 
 def _check_transform(

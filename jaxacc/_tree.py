@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 
@@ -21,11 +22,42 @@ def at_least_float32(dtype: Any) -> Any:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.dtype(jnp.float32)
 
 
-def partition(tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Split a tree into its inexact leaves and the rest, each with None where the other has a leaf."""
-    inexact = jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree)
-    rest = jax.tree.map(lambda leaf: None if is_inexact(leaf) else leaf, tree)
-    return inexact, rest
+Trainable = Any
+"""A tree (prefix) of bools, or a predicate of a leaf's path such as `"layers/lora"`, or None for all."""
+
+
+def partition(tree: PyTree, trainable: Trainable = None) -> tuple[PyTree, PyTree]:
+    """Split a tree into its inexact leaves that are trained and the rest, each with None where the other has a leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    chosen = is_trained(tree, trainable)
+    trained = [leaf if take else None for leaf, take in zip(leaves, chosen, strict=True)]
+    rest = [None if take else leaf for leaf, take in zip(leaves, chosen, strict=True)]
+    return jax.tree.unflatten(structure, trained), jax.tree.unflatten(structure, rest)
+
+
+def is_trained(tree: PyTree, trainable: Trainable = None) -> tuple[bool, ...]:
+    """For every leaf, in the order of `jax.tree.leaves`, whether it is inexact and `trainable`.
+
+    Raises:
+      ValueError: `trainable` is neither a predicate nor a tree prefix of bools, or chooses nothing.
+    """
+    paths = jax.tree.leaves_with_path(tree)
+    if trainable is None:
+        return tuple(is_inexact(leaf) for _, leaf in paths)
+    if callable(trainable):
+        named = [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in paths]
+        chosen = [is_inexact(leaf) and bool(trainable(name)) for name, leaf in named]
+    else:
+        try:
+            spread = jax.tree.leaves(jax.tree.map(lambda take, part: jax.tree.map(lambda _: take, part), trainable, tree))
+        except ValueError as error:
+            raise ValueError(f"trainable is no tree prefix of the parameters: {error}") from error
+        if wrong := [take for take in spread if not isinstance(take, bool | np.bool_)]:
+            raise ValueError(f"trainable holds {wrong[0]!r}. Its leaves are True or False, or it is a predicate of a path.")
+        chosen = [is_inexact(leaf) and take for (_, leaf), take in zip(paths, spread, strict=True)]
+    if not any(chosen):
+        raise ValueError("trainable chooses no floating leaf of the parameters, so that nothing would be trained.")
+    return tuple(chosen)
 
 
 def merge(inexact: PyTree, rest: PyTree) -> PyTree:

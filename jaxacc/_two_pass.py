@@ -8,9 +8,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxacc._accumulate import Accumulated, check_manual_axes, divide_by, pull_inhabited, seed_of, zero_gradient
-from jaxacc._contract import Sums, sums_of, sums_structure
-from jaxacc._fold import FoldName, fold_gradients, microbatches, pull_back, start_of, unless_padding, uses_in_place
+from jaxacc._accumulate import (
+    Accumulated,
+    check_manual_axes,
+    factor_of,
+    pull_inhabited,
+    rescale,
+    seeds_of,
+    zero_gradient,
+)
+from jaxacc._contract import LOSS, Objective, Sums, sums_of, sums_structure
+from jaxacc._fold import Fold, FoldName, fold_gradients, microbatches, unless_padding, uses_in_place, weights_of
 from jaxacc._keys import microbatch_key
 from jaxacc._mean import Mean
 from jaxacc._split import check_window, row_mask_of
@@ -99,7 +107,7 @@ def two_pass(
         accumulators = zero_gradient(trainable, accumulator_dtype)
         in_place = uses_in_place(fold, trainable, accumulators)
         embeddings = _embed(embed_fn, params, window, key, axes)
-        loss, narrow, direct, cotangents = _compare(loss_fn, params, embeddings, window, axes, accumulators)
+        loss, factor, direct, cotangents = _compare(loss_fn, params, embeddings, window, axes, accumulators)
         inhabited = loss.weight != 0
         total, weight, direct = _from_first_replica((*loss, direct), axes)
         grads = _pull_back_embeddings(
@@ -115,7 +123,8 @@ def two_pass(
         )
         if axes:
             total, weight, grads = jax.lax.psum((total, weight, grads), axes)
-        return Accumulated(Mean(total, weight).value, divide_by(weight, grads) if narrow else grads, weight, {})
+        whole = Mean(total, weight)
+        return Accumulated(whole.value, rescale(factor, grads, None)[0], weight, {}, {LOSS: whole}, None, jnp.int32(0))
 
     return grads_of
 
@@ -154,8 +163,8 @@ def _check_embeddings(structure: PyTree, rows: int) -> None:
 
 def _compare(
     loss_fn: BatchLossFn, params: PyTree, embeddings: PyTree, window: PyTree, axes: tuple[str, ...], accumulators: PyTree
-) -> tuple[Mean, bool, PyTree, PyTree]:
-    """The loss of the whole batch, the same on every replica; whether it is 16-bit; and its gradient, unless its weight is 0.
+) -> tuple[Mean, jax.Array | None, PyTree, PyTree]:
+    """The loss of the whole batch, the same on every replica; what its gradient lacks; and that, unless its weight is 0.
 
     The gradient is with respect to the parameters in `loss_fn`, then to the embeddings of this replica, `(A, m, ...)`.
     """
@@ -169,15 +178,20 @@ def _compare(
             raise ValueError("loss_fn returned a tuple. two_pass takes no metrics: return jaxacc.Mean(total, weight) alone.")
         return loss
 
-    def value_of(variables: tuple[PyTree, PyTree], rows: PyTree, _: Any) -> Sums:
-        return sums_of(compare, False, axes, merge(variables[0], frozen), rows, merge(variables[1], rest))
+    objective = Objective(compare)
 
-    structure, narrow = sums_structure(compare, False, axes, params, rows, merge(cached, rest))
-    sums, pull = pull_back(value_of, (trainable, cached), rows, None)
-    seed = seed_of(structure, narrow, jnp.asarray(sums[0].weight))
+    def value_of(variables: tuple[PyTree, PyTree], state: None, _: Any, rows: PyTree) -> tuple[Sums, PyTree]:
+        return sums_of(objective, axes, merge(variables[0], frozen), state, rows, merge(variables[1], rest))
+
+    structure, narrow = sums_structure(objective, axes, params, None, rows, merge(cached, rest))
+    how = Fold(value_of, (trainable, cached), None, None, structure, drops=False)
+    evaluated, pull = how.pull_back(how.start().state, jnp.int32(0), rows)
+    weights = weights_of(evaluated[0])
+    seeds = seeds_of(objective, structure, weights, None, narrow)
     like = (accumulators, jax.tree.map(jnp.zeros_like, cached))
-    (loss, _), (direct, cotangents) = pull_inhabited(sums, pull, seed, start_of(structure), like)
-    return loss, narrow, direct, _own_part(cotangents, check_window(window), axes)
+    running, (direct, cotangents) = pull_inhabited(how, evaluated, pull, seeds, like)
+    factor = factor_of(objective, weights, seeds if narrow else None, None)
+    return objective.main(running.sums.terms), factor, direct, _own_part(cotangents, check_window(window), axes)
 
 
 def _pull_back_embeddings(
@@ -207,16 +221,18 @@ def _pull_back_embeddings(
         products = jax.tree.map(lambda z, g: jnp.sum(jnp.real(z * g).astype(jnp.float32)), embeddings, cotangents)
         return Mean(sum(jax.tree.leaves(products)), 1)
 
-    def value_of(trainable: PyTree, pair: PyTree, key: Any) -> Sums:
-        return sums_of(product, False, axes, merge(trainable, frozen), pair, key)
+    objective = Objective(product)
+
+    def value_of(trainable: PyTree, state: None, index: jax.Array, pair: PyTree) -> tuple[Sums, PyTree]:
+        return sums_of(objective, axes, merge(trainable, frozen), state, pair, microbatch_key(key, index, axes))
 
     pairs = (window, cotangents)
     first = jax.tree.map(lambda leaf: leaf[0], pairs)
-    structure = jax.eval_shape(value_of, trainable, first, microbatch_key(key, jnp.int32(0), axes))
-    one = vary(jnp.float32(1), varying_axes(structure[0].total))
-    _, grads = fold_gradients(
-        value_of, trainable, pairs, key, axes=axes, weights=(inhabited & real).astype(jnp.int32), seed=one,
-        start=start_of(structure), accumulators=start, in_place=in_place,
+    structure, _ = sums_structure(objective, axes, params, None, first, microbatch_key(key, jnp.int32(0), axes))
+    one = vary(jnp.float32(1), varying_axes(structure.terms[LOSS].total))
+    _, grads, _ = fold_gradients(
+        Fold(value_of, trainable, None, None, structure, drops=False), pairs, inhabited=inhabited & real, seeds={LOSS: one},
+        accumulators=start, in_place=in_place,
     )  # fmt: skip
     return grads
 

@@ -9,7 +9,8 @@ import jaxacc
 
 PACKAGE = Path(jaxacc.__file__).parent
 ORDER = [
-    "_tree", "_mean", "_ledger", "_keys", "_split", "_contract", "_fold", "_accumulate", "_two_pass", "_mesh", "_stream",
+    "_tree", "_mean", "_ledger", "_split", "_keys", "_scaling", "_noise", "_contract", "_model_state", "_fold", "_accumulate",
+    "_two_pass", "_mesh", "_stream",
     "_step", "_inspect", "_distributed", "losses", "_sizes", "_rows", "windows", "streaming", "experiment", "__init__",
     "__main__",
 ]  # fmt: skip

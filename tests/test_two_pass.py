@@ -144,7 +144,10 @@ def test_negatives_within_the_microbatch_are_another_loss(x64):
 def test_other_dropout_in_the_second_pass_would_be_noticed(monkeypatch, x64):
     """Case 171, the mistake planted: with other keys in the first pass the loss is fine and the gradient wrong."""
     params, batch, key, other = clip_params(), clip_batch(), jax.random.key(3), jax.random.key(4)
-    monkeypatch.setattr(jaxacc._two_pass, "microbatch_key", lambda _, index, axes: jax.random.fold_in(other, index))
+    embed_all = jaxacc._two_pass._embed
+    monkeypatch.setattr(
+        jaxacc._two_pass, "_embed", lambda f, params, window, _, axes: embed_all(f, params, window, other, axes)
+    )
     loss, grads = oracle(params, batch, kept_of_the_batch(other, 8, 4))
     out = jax.jit(jaxacc.two_pass(embed, clip_loss))(params, jaxacc.split_batch(batch, accumulation_steps=4), key)
     np.testing.assert_allclose(out.loss, loss, rtol=1e-12)
