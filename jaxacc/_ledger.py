@@ -49,6 +49,7 @@ class Ledger(NamedTuple):
       applied: updates that changed the parameters; `attempted - applied` windows were skipped.
       examples: real rows, those of skipped windows included.
       tokens: the integer weight of the loss, or the metric `Sum` named "tokens", those of skipped windows included.
+      dropped: microbatches left out because their loss was not finite.
       skipped_in_a_row: windows skipped since the last applied one, an int32.
     """
 
@@ -57,10 +58,17 @@ class Ledger(NamedTuple):
     applied: Counter
     examples: Counter
     tokens: Counter
+    dropped: Counter
     skipped_in_a_row: jax.Array
 
     def record(
-        self, *, microbatches: jax.Array | int, applied: jax.Array, examples: jax.Array | int, tokens: jax.Array | int
+        self,
+        *,
+        microbatches: jax.Array | int,
+        applied: jax.Array,
+        examples: jax.Array | int,
+        tokens: jax.Array | int,
+        dropped: jax.Array | int,
     ) -> Ledger:
         """The ledger after one more window."""
         return Ledger(
@@ -69,13 +77,14 @@ class Ledger(NamedTuple):
             applied=self.applied.add(applied.astype(jnp.int32)),
             examples=self.examples.add(examples),
             tokens=self.tokens.add(tokens),
+            dropped=self.dropped.add(dropped),
             skipped_in_a_row=jnp.where(applied, 0, self.skipped_in_a_row + 1),
         )
 
 
 def new_ledger() -> Ledger:
     """A ledger with every counter at 0."""
-    return Ledger(*(zero() for _ in range(5)), skipped_in_a_row=jnp.int32(0))
+    return Ledger(*(zero() for _ in range(6)), skipped_in_a_row=jnp.int32(0))
 
 
 def check_skipped(ledger: Ledger, *, raise_after: int) -> None:

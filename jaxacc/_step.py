@@ -373,7 +373,9 @@ def _conclude(
         metrics=sums.metrics, terms=sums.terms, dropped=sums.dropped.value, loss_scale=_scale_of(state),
         noise_scale=None if noise is None else noise_scale_of(noise), duplicate_rows=duplicates,
     )  # fmt: skip
-    ledger = state.ledger.record(microbatches=microbatches, applied=applied, examples=examples, tokens=tokens)
+    ledger = state.ledger.record(
+        microbatches=microbatches, applied=applied, examples=examples, tokens=tokens, dropped=sums.dropped.value
+    )
     state = TrainState(params, opt_state, model_state, state.key, scale, noise, ledger, state.layout)
     return constrain_state(state.layout, state), info
 

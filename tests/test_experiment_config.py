@@ -43,7 +43,7 @@ def test_all_faults_at_once(tmp_path):
     """Unknown keys with the nearest known one, wrong types without coercion, unknown choices: in one message."""
     path = config_of(
         tmp_path,
-        '[batch]\neffective = 8.7\nmicrobach = 4\n[model]\nwidth = "8"\ndtype = "bfloat"\nremat = 1\n'
+        '[batch]\neffective = 8.7\nmicrobach = 4\n[model]\nwidth = "8"\nprecision = "bfloat"\nremat = 1\n'
         '[optmizer]\nname = "sgd"\n[data]\npaths = "a.txt"\n[train]\nseed = true\n',
     )
     with pytest.raises(UserError) as error:

@@ -14,8 +14,8 @@ from jaxacc._step import TrainState
 class Checkpoints(NamedTuple):
     """The checkpoints of a run folder, by attempted windows.
 
-    Each holds the items `params`, `opt_state`, `progress` (key and ledger: the position in the data is `ledger.examples`)
-    and `meta` (JSON: the configuration, the fingerprint of the data).
+    Each holds the items `params`, `opt_state`, `progress` (all else in the state: the position in the data is
+    `ledger.examples`) and `meta` (JSON: the configuration, the fingerprint of the data).
     """
 
     manager: ocp.CheckpointManager
@@ -29,13 +29,12 @@ class Checkpoints(NamedTuple):
         if attempted == self.latest():
             return
         save = ocp.args.StandardSave
-        progress = {"key": state.key, "ledger": state.ledger}
         self.manager.save(
             attempted,
             args=ocp.args.Composite(
                 params=save(state.params),
                 opt_state=save(state.opt_state),
-                progress=save(progress),
+                progress=save(_progress(state)),
                 meta=ocp.args.JsonSave(meta),
             ),
         )
@@ -48,7 +47,7 @@ class Checkpoints(NamedTuple):
         """The saved state, with the tree, dtypes and placement of `like`."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         load = ocp.args.StandardRestore
-        progress = {"key": abstract.key, "ledger": abstract.ledger}
+        progress = _progress(abstract)
         items = self.manager.restore(
             attempted,
             args=ocp.args.Composite(params=load(abstract.params), opt_state=load(abstract.opt_state), progress=load(progress)),
@@ -59,6 +58,12 @@ class Checkpoints(NamedTuple):
         """Wait for saves to be committed; raise what went wrong in them."""
         self.manager.wait_until_finished()
         self.manager.close()
+
+
+def _progress(state: TrainState) -> dict[str, Any]:
+    """What there is in the state beside parameters and optimizer state."""
+    fields = state._replace(params=None, opt_state=None, layout=None)._asdict()
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def open_checkpoints(folder: Path, *, keep: int) -> Checkpoints:

@@ -32,7 +32,8 @@ class Processes:
 
 
 def main(argv: list[str], *, connect: Callable[..., None] = lambda **_: None) -> int:
-    """Run the command line and return its exit status: 0, or 2 after one message about bad input.
+    """Run the command line and return its exit status: 0; 2 after one message about bad input; 1 after one about too
+    many skipped windows.
 
     `connect` is called with the fields of `Processes` once the options are read, before JAX is used.
     """
@@ -42,6 +43,9 @@ def main(argv: list[str], *, connect: Callable[..., None] = lambda **_: None) ->
     except UserError as error:
         print(f"jaxacc: {error}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:
+        print(f"jaxacc: {error}", file=sys.stderr)
+        return 1
 
 
 def _named_config(argv: list[str]) -> Config | None:

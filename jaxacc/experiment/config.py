@@ -138,8 +138,8 @@ class ModelConfig:
     """Dropout on both branches of a layer, or after every block of a U-Net."""
     remat: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the computation. Parameters and sums are float32."""
+    precision: Literal["float32", "bfloat16", "bfloat16_params", "float16"] = "float32"
+    """Of the computation. Sums are float32, and parameters too but for bfloat16_params; float16 goes with a loss scale."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,24 @@ class OptimizerConfig:
     """Second-moment decay (adamw)."""
     sharded: bool = False
     """Keep a D-th of the optimizer state on each of the D replicas."""
+
+
+@dataclass(frozen=True)
+class NumericsConfig:
+    """What keeps the numbers right."""
+
+    row_keys: bool = False
+    """Dropout by row, not by microbatch: the same for every split of the effective batch."""
+    nonfinite: Literal["skip_window", "drop_microbatch"] = "skip_window"
+    """What goes when a loss is not finite: its whole window, or its microbatch."""
+    raise_after: int = _number(100, minimum=0)
+    """Stop after so many skipped windows in a row; 0: never."""
+    loss_scale: float = _number(2.0**15, above=0)
+    """The first loss scale (precision float16)."""
+    loss_scale_growth: int = _number(2000, minimum=1)
+    """Good windows in a row that double it (precision float16)."""
+    noise_scale: Literal["off", "replicas", "microbatches"] = "off"
+    """From what to estimate the gradient noise scale. microbatches takes one gradient tree of memory."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +213,7 @@ class Config:
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    numerics: NumericsConfig = NumericsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     input: InputConfig = InputConfig()
     mesh: dict[str, int] = field(default_factory=dict)

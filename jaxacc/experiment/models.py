@@ -9,11 +9,17 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxacc._mean import Mean
 from jaxacc.experiment.config import ModelConfig
 from jaxacc.losses import causal_lm, segmentation
+
+
+def compute_dtype(config: ModelConfig) -> Any:
+    """The dtype of activations. Parameters are cast to it where they are used, inside the layer: see `build`."""
+    return jnp.dtype(config.precision.removesuffix("_params"))
 
 
 class Layer(nn.Module):
@@ -24,13 +30,15 @@ class Layer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool, visible: jax.Array | None) -> jax.Array:
         """Map `(m, T, width)` to the same shape. `visible` (bool, `(m, 1, T, T)`) limits what a token sees, if given."""
-        config, dtype = self.config, jnp.dtype(self.config.dtype)
+        config, dtype = self.config, compute_dtype(self.config)
         drop = nn.Dropout(config.dropout, deterministic=deterministic)
         dense = partial(nn.DenseGeneral, use_bias=False, dtype=dtype)
 
         normed = nn.RMSNorm(dtype=dtype, name="attention_norm")(x)
         heads = (3, config.heads, config.width // config.heads)
         q, k, v = jnp.moveaxis(dense(heads, name="qkv")(normed), -3, 0)
+        if dtype == jnp.float16:  # JAX states an algorithm for its backward pass that CPUs and TPUs do not have
+            q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
         mixed = jax.nn.dot_product_attention(q, k, v, mask=visible, is_causal=True)
         x = x + drop(dense(config.width, name="out", axis=(-2, -1))(mixed))
 
@@ -53,7 +61,7 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array, segments: jax.Array | None, deterministic: bool) -> jax.Array:
         """Logits `(m, T, vocabulary)` of tokens `(m, T)`, with segment ids `(m, T)` or None."""
-        config, dtype = self.config, jnp.dtype(self.config.dtype)
+        config, dtype = self.config, compute_dtype(self.config)
         init = nn.initializers.normal(0.02)
         embed = nn.Embed(self.vocabulary, config.width, dtype=dtype, embedding_init=init, name="embed")
         positions = self.param("positions", init, (self.context, config.width)).astype(dtype)
@@ -87,7 +95,7 @@ class UNet(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array, deterministic: bool) -> jax.Array:
         """Logits `(m, H, W, classes)` of images `(m, H, W, C)`; `2^layers` divides H and W."""
-        config, dtype = self.config, jnp.dtype(self.config.dtype)
+        config, dtype = self.config, compute_dtype(self.config)
         conv = partial(nn.Conv, use_bias=False, dtype=dtype)
         block = nn.remat(_Block, static_argnums=(2,)) if config.remat else _Block
         x, skips = images.astype(dtype), []
@@ -110,7 +118,7 @@ class _Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, deterministic: bool) -> jax.Array:
-        dtype = jnp.dtype(self.config.dtype)
+        dtype = compute_dtype(self.config)
         for _ in range(2):
             x = nn.Conv(self.channels, (3, 3), use_bias=False, dtype=dtype)(x)
             x = nn.gelu(nn.GroupNorm(num_groups=min(8, self.channels), dtype=dtype)(x))
@@ -138,6 +146,9 @@ def build(
 ) -> tuple[Callable[[jax.Array], Any], Callable[..., Mean]]:
     """`(init, loss_fn)`: `init(key)` gives the parameters, `loss_fn` is what `jaxacc.make_step` takes.
 
+    Casts of parameters happen inside the scanned layer, so that what the backward pass of its scan makes is float32 as the
+    parameters are and goes straight into their sum. With one key per row every row is a model call of its own.
+
     Args:
       config: names the model.
       vocabulary: token ids, or classes, are below it.
@@ -153,11 +164,20 @@ def build(
         loss_of = lambda logits, microbatch: causal_lm(logits, microbatch["labels"], segment_ids=microbatch.get("segment_ids"))
 
     def init(key: jax.Array) -> Any:
-        return model.init({"params": key}, *inputs(row), deterministic=True)["params"]
+        params = model.init({"params": key}, *inputs(row), deterministic=True)["params"]
+        return optax.tree.cast(params, jnp.bfloat16) if config.precision == "bfloat16_params" else params
+
+    def logits_of(params: Any, arrays: tuple[Any, ...], key: jax.Array | None) -> Any:
+        rngs = {} if key is None or config.dropout == 0 else {"dropout": key}
+        return model.apply({"params": params}, *arrays, deterministic=not rngs, rngs=rngs)
+
+    def row_logits_of(params: Any, row: tuple[Any, ...], key: jax.Array) -> Any:
+        return logits_of(params, jax.tree.map(lambda leaf: leaf[None], row), key)[0]
 
     def loss_fn(params: Any, microbatch: dict[str, jax.Array], key: jax.Array | None) -> Mean:
-        rngs = {} if key is None or config.dropout == 0 else {"dropout": key}
-        logits = model.apply({"params": params}, *inputs(microbatch), deterministic=not rngs, rngs=rngs)
+        if key is None or key.ndim == 0:
+            return loss_of(logits_of(params, inputs(microbatch), key), microbatch)
+        logits = jax.vmap(row_logits_of, in_axes=(None, 0, 0))(params, inputs(microbatch), key)
         return loss_of(logits, microbatch)
 
     return init, loss_fn

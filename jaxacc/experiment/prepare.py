@@ -13,6 +13,7 @@ import optax
 from jax.sharding import AxisType
 
 from jaxacc._ledger import Ledger
+from jaxacc._scaling import LossScale
 from jaxacc._split import Split
 from jaxacc._step import Step, StepInfo, TrainState, make_step
 from jaxacc._tree import PyTree
@@ -70,9 +71,23 @@ def prepare(config: Config) -> Experiment:
     params = jax.jit(init)(params_key)
     step = make_step(
         loss_fn, tx, mesh=mesh, params_specs=models.specs(params) if "model" in config.mesh else None,
-        shard_optimizer=config.optimizer.sharded,
+        shard_optimizer=config.optimizer.sharded, **step_options(config),
     )  # fmt: skip
     return Experiment(config, split, corpus, plan, mesh, step, rate, step.init(params, key=key))
+
+
+def step_options(config: Config) -> dict[str, Any]:
+    """What `[numerics]` and the precision say to `make_step`."""
+    numerics = config.numerics
+    scale = LossScale(
+        numerics.loss_scale, numerics.loss_scale_growth, floor=min(1.0, numerics.loss_scale),
+        ceiling=max(2.0**24, numerics.loss_scale),
+    )  # fmt: skip
+    return {
+        "row_keys": numerics.row_keys, "nonfinite": numerics.nonfinite,
+        "loss_scale": scale if config.model.precision == "float16" else None,
+        "noise_scale": None if numerics.noise_scale == "off" else numerics.noise_scale,
+    }  # fmt: skip
 
 
 def _check_images(config: Config, row: dict[str, np.ndarray]) -> None:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
+from jaxacc._ledger import check_skipped
 from jaxacc._mean import Mean, merge
 from jaxacc._step import Outcome, Step, TrainState
 from jaxacc._tree import PyTree
@@ -78,8 +79,8 @@ def train(config: Config, run_dir: Path, *, resume: bool) -> dict[str, Any]:
 class Recorder:
     """Reads what an update gave while the next one runs, so that the device does not wait for the host."""
 
-    def __init__(self, records: Records, report: Report):
-        self._records, self._report = records, report
+    def __init__(self, records: Records, report: Report, raise_after: int):
+        self._records, self._report, self._raise_after = records, report, raise_after
         self._pending: tuple[Given, float] | None = None
         self._seconds, self._tokens = 0.0, 0
         self._tokens_before: int = (records.last or {}).get("tokens", 0)
@@ -108,12 +109,16 @@ class Recorder:
         counts = {name: int(getattr(ledger, name)) for name in ("attempted", "applied", "microbatches", "examples", "tokens")}
         record = {
             **counts, "loss": float(info.loss), "grad_norm": float(info.grad_norm), "lr": float(lr), "seconds": seconds,
-            "waited": waited, "outcome": Outcome(int(info.outcome)).name,
+            "waited": waited, "outcome": Outcome(int(info.outcome)).name, "dropped": int(info.dropped),
         }  # fmt: skip
+        optional = {"loss_scale": info.loss_scale, "noise_scale": info.noise_scale}
+        record |= {name: float(value) for name, value in optional.items() if value is not None}
         self._seconds += seconds
         self._tokens, self._tokens_before = self._tokens + counts["tokens"] - self._tokens_before, counts["tokens"]
         self._records.append(record)
         self._report(record, self._tokens / self._seconds)
+        if self._raise_after:
+            check_skipped(ledger, raise_after=self._raise_after)
 
 
 def evaluate(step: Step, state: TrainState, windows: Iterable[Any]) -> Mean:
@@ -138,7 +143,7 @@ def _loop(
         evals.append({"attempted": attempted, "loss": loss.total / loss.weight, "tokens": loss.weight})
 
     with progress(console, done=start, updates=plan.updates) as report:
-        recorder = Recorder(records, report)
+        recorder = Recorder(records, report, config.numerics.raise_after)
         for attempted, (window, waited) in enumerate(_timed(experiment.windows(start)), start + 1):
             state, given = update(state, window)
             recorder.push(given, waited)
@@ -246,7 +251,9 @@ def _sheet(experiment: Experiment, state: TrainState, compiled: Any, records: Re
         "skipped": int(ledger.attempted) - int(ledger.applied),
         "microbatches": int(ledger.microbatches), "examples": int(ledger.examples),
         "supervised_tokens": int(ledger.tokens),
-        "precision": f"{config.model.dtype} computation, float32 parameters and sums",
+        "precision": sheet.PRECISION[config.model.precision],
+        "loss_scale": last.get("loss_scale", "none"), "dropped_microbatches": int(ledger.dropped),
+        "noise_scale": "not asked for" if state.noise is None else last.get("noise_scale") or "unavailable",
         "normalization": f"{counted} of the window",
         "windows": config.batch.schedule or (f"{config.batch.tokens} tokens" if config.batch.tokens else "all alike"),
         "last_window": config.batch.last, "examples_dropped": counts["dropped"], "examples_carried": counts["carried"],

@@ -10,6 +10,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+PRECISION = {
+    "float32": "float32 computation, parameters and sums",
+    "bfloat16": "bfloat16 computation, float32 parameters and sums",
+    "bfloat16_params": "bfloat16 computation and parameters, float32 sums",
+    "float16": "float16 computation with loss scale, float32 parameters and sums",
+}
+"""What the precision of a config means."""
+
 
 def digest(params: Any) -> str:
     """SHA-256 over path, dtype, shape and bytes of every leaf, in the order of the paths: equal iff bit-equal."""
