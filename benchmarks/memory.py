@@ -5,6 +5,8 @@
 The numbers are the compiler's (`memory_analysis()`); nothing is run.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,12 +17,12 @@ from benchmarks import model
 TX = optax.adamw(1e-3)
 
 
-def plain_step(params, opt_state, window):
+def plain_step(params, opt_state, window, dtype=jnp.float32):
     """One microbatch, no accumulation, an update gated on finiteness: what `A = 1` must not exceed."""
     microbatch = jax.tree.map(lambda leaf: leaf[0], window)
 
     def mean(params):
-        total, weight = model.sums(params, microbatch)
+        total, weight = model.sums(params, microbatch, dtype)
         return total / jnp.maximum(weight, 1), weight
 
     (loss, weight), grads = jax.value_and_grad(mean, has_aux=True)(params)
@@ -39,16 +41,20 @@ def abstract(tree):
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
-def compile_plain():
+def compile_plain(dtype=jnp.float32):
     """The plain step, compiled."""
     params = jax.eval_shape(model.init_params, jax.random.key(0))
     window = abstract(model.make_window(1))
-    return jax.jit(plain_step, donate_argnums=(0, 1)).lower(params, jax.eval_shape(TX.init, params), window).compile()
+    return (
+        jax.jit(partial(plain_step, dtype=dtype), donate_argnums=(0, 1))
+        .lower(params, jax.eval_shape(TX.init, params), window)
+        .compile()
+    )
 
 
-def compile_jaxacc(steps, fold="auto"):
+def compile_jaxacc(steps, fold="auto", loss_fn=model.loss_fn):
     """`make_step(...).update`, compiled for a window of `steps` microbatches."""
-    step = jaxacc.make_step(model.loss_fn, TX, fold=fold)
+    step = jaxacc.make_step(loss_fn, TX, fold=fold)
     state = jax.eval_shape(step.init, jax.eval_shape(model.init_params, jax.random.key(0)))
     return step.update.lower(state, abstract(model.make_window(steps))).compile()
 
@@ -70,7 +76,7 @@ def extra_trees(compiled, plain):
 
 def main():
     """Print the table."""
-    plain = compile_plain()
+    plain, half = compile_plain(), compile_plain(jnp.bfloat16)
     print(f"jax {jax.__version__}, {jax.default_backend()} compiler, {model.LAYERS} scanned layers with remat, AdamW")
     print(
         f"gradient tree {gradient_bytes() / 2**20:.1f} MiB, plain step {temp_bytes(plain) / gradient_bytes():.3f} trees of temp"
@@ -82,6 +88,8 @@ def main():
             continue
         for steps in (1, 4, 32):
             print(f"{fold:<12}{steps:>4}{extra_trees(compile_jaxacc(steps, fold), plain):>24.4f}")
+        extra = extra_trees(compile_jaxacc(4, fold, model.half_loss_fn), half)
+        print(f"{fold:<12}{4:>4}{extra:>24.4f}  computed in bfloat16")
 
 
 if __name__ == "__main__":

@@ -24,15 +24,21 @@ def loss_fn(params, microbatch, key):
     return jaxacc.Mean(total, weight)
 
 
-def sums(params, microbatch):
+def half_loss_fn(params, microbatch, key):
+    """The same computed in bfloat16, the float32 parameters cast inside the layer."""
+    total, weight = sums(params, microbatch, jnp.bfloat16)
+    return jaxacc.Mean(total, weight)
+
+
+def sums(params, microbatch, dtype=jnp.float32):
     """The same as a plain pair."""
 
     @jax.checkpoint
     def layer(h, weights):
-        return h + jnp.tanh(h @ weights["up"]) @ weights["down"], None
+        return h + jnp.tanh(h @ weights["up"].astype(dtype)) @ weights["down"].astype(dtype), None
 
-    h, _ = jax.lax.scan(layer, microbatch["x"], params)
-    loss = jnp.mean((h - 1) ** 2, axis=-1)
+    h, _ = jax.lax.scan(layer, microbatch["x"].astype(dtype), params)
+    loss = jnp.mean((h.astype(jnp.float32) - 1) ** 2, axis=-1)
     return jnp.sum(jnp.where(microbatch["mask"], loss, 0.0)), jnp.sum(microbatch["mask"], dtype=jnp.int32)
 
 

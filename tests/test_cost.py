@@ -41,6 +41,18 @@ def test_extra_gradient_trees(plain, compiled):
         assert memory.extra_trees(compiled["in_place", 4], plain) <= 0.15
 
 
+@pytest.mark.skipif("in_place" not in FOLDS, reason="in place needs jax 0.11")
+def test_bfloat16_computation_folds_in_place():
+    """Float32 parameters cast inside the scanned layer: their gradients go straight into the float32 sums."""
+    half = memory.compile_jaxacc(4, "in_place", model.half_loss_fn)
+    assert memory.extra_trees(half, memory.compile_plain(jnp.bfloat16)) <= 0.15
+    params, window = model.init_params(jax.random.key(0), layers=4, width=32), model.make_window(4, width=32)
+    grads = [jax.jit(jaxacc.accumulate(f))(params, window).grads for f in (model.half_loss_fn, model.loss_fn)]
+    assert jax.tree.leaves(grads[0])[0].dtype == jnp.float32
+    errors = jax.tree.map(lambda a, b: jnp.linalg.norm(a - b) / jnp.linalg.norm(b), *grads)
+    assert 1e-4 < max(map(float, jax.tree.leaves(errors))) < 2e-2  # bfloat16 has 8 bits (case 207)
+
+
 @pytest.mark.parametrize("fold", FOLDS)
 def test_program_does_not_grow_with_a(fold, compiled):
     """The same number of instructions for A = 4 and A = 32, so compile time does not depend on A."""

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from problems import assert_trees_close, difference, host
 
 import jaxacc
-from tests.problems import assert_trees_close, difference, host
 
 KEY = jax.random.key(7)
 ROWS = 16

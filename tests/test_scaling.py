@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from problems import assert_identical, assert_trees_close, difference, host, lm_batch, lm_loss, lm_params
 
 import jaxacc
-from tests.problems import assert_identical, assert_trees_close, difference, host, lm_batch, lm_loss, lm_params
 
 SCALE = jaxacc.LossScale(initial=2.0**15, growth_interval=10)
 
@@ -217,6 +217,14 @@ def test_dropping_a_single_term_costs_no_forward_pass():
     assert flops(poisonable, nonfinite="drop_microbatch") < 1.1 * flops(poisonable)
     terms = {"coefficients": {"norm": 0.1}}
     assert flops(poisonable_terms, nonfinite="drop_microbatch", **terms) > 1.2 * flops(poisonable_terms, **terms)
+
+
+def test_nothing_asks_the_host():
+    """Case 133: finiteness is decided on the device; the program has no callback, infeed or outfeed."""
+    step = make(loss_scale=SCALE, nonfinite="drop_microbatch")
+    text = step.update.lower(step.init(lm_params()), jaxacc.split_batch(lm_batch(), accumulation_steps=4)).compile().as_text()
+    assert "while(" in text
+    assert not any(word in text for word in ("callback", "infeed", "outfeed", "send("))
 
 
 def test_skips_in_a_row_are_counted():

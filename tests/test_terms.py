@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
-import jaxacc
-from tests.problems import (
+from problems import (
     FOLDS,
     LENGTH,
     assert_identical,
@@ -18,6 +16,8 @@ from tests.problems import (
     lm_nll,
     lm_params,
 )
+
+import jaxacc
 
 COEFFICIENTS = {"z": 1e-2, "future": 0.3, "router": 0.1}
 
@@ -69,7 +69,7 @@ def oracle(params, batch):
 @pytest.mark.parametrize("steps", [1, 2, 8])
 @pytest.mark.parametrize("fold", FOLDS)
 def test_every_term_has_its_own_denominator(fold, steps, x64):
-    """Cases 158, 161, 163: token mean, z-loss over all positions, multi-token prediction, router balance per microbatch."""
+    """Cases 158, 161 to 163: token mean, z-loss over all positions, multi-token prediction, router balance per microbatch."""
     params, batch = lm_params(dtype=jnp.float64), lm_batch()
     out = jax.jit(jaxacc.accumulate(terms_of, coefficients=COEFFICIENTS, fold=fold))(
         params, jaxacc.split_batch(batch, accumulation_steps=steps)

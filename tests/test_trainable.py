@@ -5,9 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-
-import jaxacc
-from tests.problems import (
+from problems import (
     FOLDS,
     assert_identical,
     assert_trees_close,
@@ -18,6 +16,8 @@ from tests.problems import (
     lm_oracle,
     lm_params,
 )
+
+import jaxacc
 
 ONLY_LAYERS = {"embed": False, "layers": True, "unused": False, "table": False, "absent": None}
 
