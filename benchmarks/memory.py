@@ -45,11 +45,8 @@ def compile_plain(dtype=jnp.float32):
     """The plain step, compiled."""
     params = jax.eval_shape(model.init_params, jax.random.key(0))
     window = abstract(model.make_window(1))
-    return (
-        jax.jit(partial(plain_step, dtype=dtype), donate_argnums=(0, 1))
-        .lower(params, jax.eval_shape(TX.init, params), window)
-        .compile()
-    )
+    step = jax.jit(partial(plain_step, dtype=dtype), donate_argnums=(0, 1))
+    return step.lower(params, jax.eval_shape(TX.init, params), window).compile()
 
 
 def compile_jaxacc(steps, fold="auto", loss_fn=model.loss_fn):

@@ -48,7 +48,7 @@ def fold(key, *ids):
 
 @pytest.mark.parametrize("which", FOLDS)
 def test_leaves_reduce_as_declared(which):
-    """Cases 172, 176, 183: in order; mean, sum and maximum of what each makes of the window's start; weight 0 touches nothing."""
+    """Cases 172, 176, 183: in order; mean, sum, maximum of what each makes of the start; weight 0 touches nothing."""
     run = jax.jit(jaxacc.accumulate(loss_fn, has_state=True, state_reduction=DECLARED, fold=which))
     out = run(jnp.float32(1), WINDOW, state=START)
     means = [3.0, 0.75, 2.0]
