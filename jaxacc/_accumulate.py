@@ -241,42 +241,90 @@ def window_sums(
     times the loss.
     """
     steps, _ = check_window(window)
-    start = state
-    params, state, window = vary(as_arrays((params, state, window)), axes)
+    varying_params, varying_state, window = vary(as_arrays((params, state, window)), axes)
     first = jax.tree.map(lambda leaf: leaf[0], window)
-    how, narrow = fold_of(objective, axes, params, state, first, key, steps)
+
+    def fold_as(objective: Objective) -> tuple[Fold, bool]:
+        return fold_of(objective, axes, varying_params, varying_state, first, key, steps)
+
+    how, narrow = fold_as(objective)
     accumulators = zero_gradient(how.trainable, accumulator_dtype)
     fold = "carry" if noise_from == "microbatches" and fold == "auto" else fold
     in_place = uses_in_place(fold, how.trainable, accumulators)
-    # What is dropped is known after the forward pass: a single term is divided afterwards, several are weighed with it.
-    late = objective.drops_nonfinite and len(how.structure.terms) == 1 and steps > 1
-
+    seeds_for = partial(seeds_of, objective, how.structure, scale=scale, narrow=narrow)
     if steps == 1:
-        evaluated, pull = how.pull_back(how.start().state, jnp.int32(0), first)
-        weights = psum_over(axes, weights_of(evaluated[0]))
-        seeds = seeds_of(objective, how.structure, weights, scale, narrow)
-        running, grads = pull_inhabited(how, evaluated, pull, cotangents(how.structure, seeds), accumulators)
-        parts, dropped = None, jnp.int32(0)
+        local = _fold_first(how, first, axes, seeds_for, accumulators)
     else:
-        before = objective._replace(drops_nonfinite=objective.drops_nonfinite and not late)
-        each, dropped = weigh(fold_of(before, axes, params, state, first, key, steps)[0], window)
-        weights = psum_over(axes, jax.tree.map(partial(_count, finite=late), each))
-        seeds = seeds_of(objective, how.structure, weights, scale, narrow)
-        running, grads, parts = fold_gradients(
-            how, window, inhabited=has_weight(each), seeds=cotangents(how.structure, seeds), accumulators=accumulators,
-            in_place=in_place, main=objective.main if noise_from == "microbatches" else None,
-        )  # fmt: skip
+        # What is dropped is known after the forward pass: a single term is divided afterwards, several are weighed with it.
+        late = objective.drops_nonfinite and len(how.structure.terms) == 1
+        weighing = fold_as(objective._replace(drops_nonfinite=False))[0] if late else how
+        main = objective.main if noise_from == "microbatches" else None
+        local = _fold_all(how, weighing, window, axes, seeds_for, accumulators, late=late, in_place=in_place, main=main)
+    if noise_from is not None and local.parts is None:
+        local = local._replace(parts=part_of(local.grads, objective.main(local.running.sums.terms).weight))
+    summed = _reduce_local(objective, axes, local, scale, narrow, reduce or partial(_psum_both, axes))
+    return summed._replace(state=conclude(state, local.running.state, how.reductions, axes))
+
+
+class _Local(NamedTuple):
+    """What one replica makes of its part of a window.
+
+    Attributes:
+      running: its sums.
+      grads: its sum of gradients.
+      parts: the noise in them, None where it is not asked for or not known yet.
+      weights: the weights over all replicas; None where dropped microbatches have to leave them first.
+      seeds: what its totals were multiplied by.
+    """
+
+    running: Running
+    grads: PyTree
+    parts: Parts | None
+    weights: dict[str, jax.Array] | None
+    seeds: dict[str, jax.Array]
+
+
+SeedsFor = Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]
+
+
+def _fold_first(how: Fold, microbatch: PyTree, axes: tuple[str, ...], seeds_for: SeedsFor, accumulators: PyTree) -> _Local:
+    """A window of one microbatch: its forward pass gives the weights."""
+    evaluated, pull = how.pull_back(how.start().state, jnp.int32(0), microbatch)
+    weights = psum_over(axes, weights_of(evaluated[0]))
+    seeds = seeds_for(weights)
+    running, grads = pull_inhabited(how, evaluated, pull, cotangents(how.structure, seeds), accumulators)
+    return _Local(running, grads, None, weights, seeds)
+
+
+def _fold_all(
+    how: Fold, weighing: Fold, window: PyTree, axes: tuple[str, ...], seeds_for: SeedsFor, accumulators: PyTree, *,
+    late: bool, in_place: bool, main: Callable[[Any], Any] | None,
+) -> _Local:  # fmt: skip
+    """A window of several: the weights first, then the gradients."""
+    each, dropped = weigh(weighing, window)
+    weights = psum_over(axes, jax.tree.map(partial(_count, finite=late), each))
+    seeds = seeds_for(weights)
+    running, grads, parts = fold_gradients(
+        how, window, inhabited=has_weight(each), seeds=cotangents(how.structure, seeds), accumulators=accumulators,
+        in_place=in_place, main=main,
+    )  # fmt: skip
     sums = running.sums._replace(dropped=Sum(running.sums.dropped.value + _count(dropped)))
-    if noise_from is not None and parts is None:
-        parts = part_of(grads, objective.main(sums.terms).weight)
-    totals, grads = (reduce or partial(_psum_both, axes))({name: term.total for name, term in sums.terms.items()}, grads)
-    weights = psum_over(axes, weights_of(sums)) if late else weights
-    terms = {name: Mean(totals[name], weights[name]) for name in totals}
-    factor = factor_of(objective, weights, seeds if narrow or late else None, scale)
-    grads, parts = rescale(factor, grads, psum_over(axes, parts))
+    return _Local(running._replace(sums=sums), grads, parts, None if late else weights, seeds)
+
+
+def _reduce_local(
+    objective: Objective, axes: tuple[str, ...], local: _Local, scale: jax.Array | None, narrow: bool,
+    reduce: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+) -> WindowSums:  # fmt: skip
+    """The one reduction, and what the gradient lacks then; without the model state."""
+    sums = local.running.sums
+    totals, grads = reduce({name: term.total for name, term in sums.terms.items()}, local.grads)
+    weights = psum_over(axes, weights_of(sums)) if local.weights is None else local.weights
+    corrected = local.seeds if narrow or local.weights is None else None
+    grads, parts = rescale(factor_of(objective, weights, corrected, scale), grads, psum_over(axes, local.parts))
     dropped = reduce_over(axes, sums.dropped) if objective.drops_nonfinite else Sum(jnp.int32(0))
-    sums = Sums(terms, reduce_over(axes, sums.metrics), dropped)
-    return WindowSums(sums, conclude(start, running.state, how.reductions, axes), parts, grads)
+    terms = {name: Mean(totals[name], weights[name]) for name in totals}
+    return WindowSums(Sums(terms, reduce_over(axes, sums.metrics), dropped), None, parts, grads)
 
 
 def evaluate_window(
@@ -307,7 +355,7 @@ def pull_inhabited(
 
 
 def seeds_of(
-    objective: Objective, structure: Sums, weights: Mapping[str, jax.Array], scale: jax.Array | None, narrow: bool
+    objective: Objective, structure: Sums, weights: Mapping[str, jax.Array], *, scale: jax.Array | None, narrow: bool
 ) -> dict[str, jax.Array]:
     """What the totals are multiplied by: `scale * coefficient / weight`, so that nobody has to divide the gradient.
 

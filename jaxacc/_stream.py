@@ -106,7 +106,7 @@ def add_on(
         if so_far.stated is None:
             seeds = _late_seeds({name: term.total for name, term in how.structure.terms.items()}, scale)
         else:
-            seeds = seeds_of(objective, how.structure, _values(so_far.stated), scale, narrow)
+            seeds = seeds_of(objective, how.structure, _values(so_far.stated), scale=scale, narrow=narrow)
         running, grads = fold_one(
             how, Running(Sums(so_far.terms, so_far.metrics, so_far.dropped), so_far.state), index, microbatch,
             seeds=cotangents(how.structure, seeds), accumulators=accumulator.grads,

@@ -187,7 +187,7 @@ def _compare(
     how = Fold(value_of, (trainable, cached), None, None, structure, drops=False)
     evaluated, pull = how.pull_back(how.start().state, jnp.int32(0), rows)
     weights = weights_of(evaluated[0])
-    seeds = seeds_of(objective, structure, weights, None, narrow)
+    seeds = seeds_of(objective, structure, weights, scale=None, narrow=narrow)
     like = (accumulators, jax.tree.map(jnp.zeros_like, cached))
     running, (direct, cotangents) = pull_inhabited(how, evaluated, pull, seeds, like)
     factor = factor_of(objective, weights, seeds if narrow else None, None)
