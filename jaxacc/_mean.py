@@ -42,6 +42,12 @@ class Mean(NamedTuple):
         divisor = jnp.where(inhabited, weight, jnp.ones_like(weight)).astype(dtype)
         return jnp.where(inhabited, total.astype(dtype) / divisor, jnp.zeros_like(total, dtype))
 
+    def __add__(self, other: Any) -> Any:
+        """Refused: tuples would be joined, `(total, weight, total, weight)`."""
+        raise TypeError(
+            "Mean + Mean is not defined. To merge two of them use jaxacc.merge(a, b); to add losses, give them as terms."
+        )
+
 
 class Sum(NamedTuple):
     """A metric that adds up over microbatches, replicas and windows. `value`: a scalar or one entry per row."""

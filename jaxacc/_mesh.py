@@ -341,7 +341,7 @@ def reduction(layout: Layout | None, params: PyTree, dtype: Any) -> Callable[...
     return reduce
 
 
-def place_window(window: PyTree, mesh: Mesh, data_axes: tuple[str, ...] = ("data",)) -> PyTree:
+def place_window(window: PyTree, mesh: Mesh, data_axes: str | tuple[str, ...] = ("data",)) -> PyTree:
     """Place a window on a mesh, every process giving its own rows.
 
     Process `p` of `N` holds leaves `(A, m·D/N, ...)`; together they are global arrays `(A, m·D, ...)`, of which no row
@@ -365,7 +365,8 @@ def place_window(window: PyTree, mesh: Mesh, data_axes: tuple[str, ...] = ("data
     >>> jaxacc.place_window(window, mesh)["x"].shape
     (4, 2)
     """
-    sharding = NamedSharding(auto_mesh(mesh, data_axes), P(None, data_axes))
+    axes = (data_axes,) if isinstance(data_axes, str) else data_axes
+    sharding = NamedSharding(auto_mesh(mesh, axes), P(None, axes))
     _, rows = check_window(window)
     local = len({index[1].start for index in sharding.addressable_devices_indices_map((1, mesh.size)).values() if index})
     if rows % local:

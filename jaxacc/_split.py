@@ -149,7 +149,10 @@ def split_batch(
     if pad:
         padded = _padded_rows(rows, accumulation_steps, microbatch)
         batch, rows = _pad(batch, rows, padded), padded
-    split = solve_split(effective_batch=rows, microbatch=microbatch, accumulation_steps=accumulation_steps)
+    try:
+        split = solve_split(effective_batch=rows, microbatch=microbatch, accumulation_steps=accumulation_steps)
+    except ValueError as error:
+        raise ValueError(f"{error} Or fill the batch up with padding: pad=True.") from error
 
     def cut(leaf: Any) -> Any:
         shape = (split.microbatch, split.accumulation_steps, *leaf.shape[1:])

@@ -31,6 +31,12 @@ def test_value_dtypes(total, weight, dtype, strict):
     assert float(value) == 1.5
 
 
+def test_plus_is_refused():
+    """Adding tuples would join them."""
+    with pytest.raises(TypeError, match=r"jaxacc\.merge"):
+        jaxacc.Mean(1.0, 2) + jaxacc.Mean(3.0, 4)
+
+
 def test_merge_reduces_as_declared():
     """Python numbers merge without overflow or rounding."""
     a = {"m": jaxacc.Mean(1.0, 2**62), "s": jaxacc.Sum(3), "x": jaxacc.Max(jnp.float32(2))}

@@ -379,7 +379,7 @@ def test_parameters_stay_where_they_are_found():
 def test_place_window():
     """Rows go where the step wants them, and splitting a batch that is placed already moves none (case 215)."""
     mesh = mesh_of((4,))
-    window = jaxacc.place_window(jaxacc.split_batch(batches()[0], accumulation_steps=2), mesh)
+    window = jaxacc.place_window(jaxacc.split_batch(batches()[0], accumulation_steps=2), mesh, "data")
     assert window["tokens"].sharding.spec == P(None, "data")
     batch = jax.ShapeDtypeStruct((16, LENGTH), jnp.int32, sharding=NamedSharding(mesh, P("data")))
     split = jax.jit(lambda leaf: jaxacc.split_batch(leaf, accumulation_steps=2)).lower(batch).compile()

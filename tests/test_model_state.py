@@ -138,6 +138,18 @@ def test_a_streamed_window_continues_on_other_replicas(before, after):
     assert float(got["average"]) == pytest.approx(end, rel=1e-6)
 
 
+def test_weights_may_follow_the_state():
+    """A weight that counts what came before: the denominators come from the same states as the gradient."""
+
+    def counting(params, state, microbatch, key):
+        weight = state + 1
+        return jaxacc.Mean(params * jnp.sum(microbatch["x"]) * weight, weight), weight
+
+    out = jaxacc.accumulate(counting, has_state=True)(1.0, {"x": jnp.arange(1.0, 5.0)[:, None]}, state=jnp.int32(0))
+    assert (int(out.weight), int(out.state)) == (1 + 2 + 3 + 4, 4)
+    assert float(out.grads) == pytest.approx((1 + 4 + 9 + 16) / 10, rel=1e-6)
+
+
 def test_a_skipped_window_does_not_move_it():
     """Bit for bit; nor does an empty one, nor an evaluation."""
     step = jaxacc.make_step(loss_fn, optax.sgd(0.1), has_state=True, state_reduction=DECLARED)

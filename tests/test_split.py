@@ -105,7 +105,11 @@ def test_padding_to_a_stated_window():
 @pytest.mark.parametrize(
     ("batch", "options", "message"),
     [
-        ({"x": np.ones(10)}, {"accumulation_steps": 4}, r"effective_batch=10 is not divisible.*set effective_batch to 8 or 12"),
+        (
+            {"x": np.ones(10)},
+            {"accumulation_steps": 4},
+            r"effective_batch=10 is not divisible.*set effective_batch to 8 or 12.*pad=True",
+        ),
         ({"x": np.ones(8), "y": np.ones(6)}, {"accumulation_steps": 2}, "leading dimension"),
         ({"x": np.float32(1)}, {"accumulation_steps": 2}, "leading dimension"),
         ({"x": np.ones((0, 3))}, {"accumulation_steps": 1}, "no rows"),
