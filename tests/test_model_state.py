@@ -138,6 +138,14 @@ def test_a_streamed_window_continues_on_other_replicas(before, after):
     assert float(got["average"]) == pytest.approx(end, rel=1e-6)
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_an_empty_window_leaves_it(steps):
+    """Without the gate of a step too: no mean of nothing, no maximum of nothing."""
+    window = jax.tree.map(lambda leaf: leaf[:steps], {**WINDOW, "n": WINDOW["n"] * 0})
+    out = jaxacc.accumulate(loss_fn, has_state=True, state_reduction=DECLARED)(1.0, window, state=START)
+    assert_identical(data(out.state), data(START))
+
+
 def test_weights_may_follow_the_state():
     """A weight that counts what came before: the denominators come from the same states as the gradient."""
 
