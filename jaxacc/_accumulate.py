@@ -241,7 +241,8 @@ def window_sums(
     times the loss.
     """
     steps, _ = check_window(window)
-    varying_params, varying_state, window = vary(as_arrays((params, state, window)), axes)
+    params, state, window = as_arrays((params, state, window))
+    varying_params, varying_state, window = vary((params, state, window), axes)
     first = jax.tree.map(lambda leaf: leaf[0], window)
 
     def fold_as(objective: Objective) -> tuple[Fold, bool]:

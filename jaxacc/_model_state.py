@@ -104,7 +104,8 @@ def conclude(state: PyTree, sums: StateSums, reductions: PyTree, axes: tuple[str
             new = _sum(leaf, axes) / jnp.maximum(total, 1).astype(leaf.real.dtype)
         else:
             new = old.astype(leaf.dtype) + _sum(leaf, axes)
-        return jnp.where(total > 0, new.astype(old.dtype), old)
+        new = new if new.dtype == old.dtype else new.astype(old.dtype)  # keys cannot be cast
+        return jnp.where(total > 0, new, old)
 
     return jax.tree.map(end, state, sums.leaves, reductions)
 
