@@ -33,7 +33,7 @@ class Processes:
 
 def main(argv: list[str], *, connect: Callable[..., None] = lambda **_: None) -> int:
     """Run the command line and return its exit status: 0; 2 after one message about bad input; 1 after one about too
-    many skipped windows.
+    many skipped windows; 75 (SIGTERM, time limit) or 130 (SIGINT) after a run was saved before its end.
 
     `connect` is called with the fields of `Processes` once the options are read, before JAX is used.
     """
@@ -63,6 +63,9 @@ def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.Subco
         config: Annotated[Config, tyro.conf.arg(name="")] = defaults,
         run_dir: Path | None = None,
         resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+        resume_from: str = "latest",
+        allow_change: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+        stop_after: str | None = None,
         processes: Processes = Processes(),
     ) -> int:
         """Train a model by exact gradient accumulation.
@@ -71,12 +74,17 @@ def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.Subco
             config_file: A TOML file. It comes first; every option after it replaces what the file says.
             config: The experiment.
             run_dir: A new folder for records, checkpoints and the sheet. Default: one under runs/, named by the time.
-            resume: Continue the run in --run-dir from its newest checkpoint.
+            resume: Continue the run in --run-dir. RUN_DIR/config.json is a CONFIG that repeats all its options.
+            resume_from: The checkpoint to continue from: latest, best (by evaluation loss), or a number of updates.
+            allow_change: Continue though the configuration is another, such as on another mesh or microbatch.
+            stop_after: Save and stop after this time, as in 3h50m.
             processes: How several processes find each other.
         """
         import jax
 
+        from jaxacc.experiment.run import StoppedError
         from jaxacc.experiment.run import train as run
+        from jaxacc.experiment.stop import parse_duration
 
         if file is None:
             raise UserError(f"the config comes before the options: jaxacc train {config_file} ...")
@@ -88,7 +96,14 @@ def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.Subco
             raise UserError(str(error)) from error
         if run_dir is None and jax.process_count() > 1:
             raise UserError("several processes need one folder that they share: state --run-dir.")
-        run(override(file, config), run_dir or _fresh_folder(config_file), resume=resume)
+        seconds = None if stop_after is None else parse_duration(stop_after)
+        try:
+            run(
+                override(file, config), run_dir or _fresh_folder(config_file), resume=resume, resume_from=resume_from,
+                allow_change=allow_change, stop_after=seconds,
+            )  # fmt: skip
+        except StoppedError as error:
+            return error.reason.status
         return 0
 
     return app

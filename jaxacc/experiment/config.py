@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import tomllib
 from collections.abc import Iterator
@@ -192,6 +193,10 @@ class CheckpointConfig:
     """Updates between checkpoints; 0: at the end only."""
     keep: int = _number(2, minimum=1)
     """Newest checkpoints kept."""
+    keep_best: int = _number(1, minimum=0)
+    """Checkpoints of the lowest evaluation loss kept beside them; those without an evaluation do not compete."""
+    keep_every: int = _number(0, minimum=0)
+    """Checkpoints of every so many updates kept too; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -226,13 +231,14 @@ class Config:
 
 
 def load(path: Path) -> Config:
-    """Read a TOML file, or raise one `UserError` that lists everything wrong with its keys and types."""
+    """Read a TOML file, or a run's `config.json`, or raise one `UserError` that lists everything wrong with keys and types."""
+    kind, loads = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read the config {path}: {error.strerror}. Give the path of a TOML file.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not TOML: {error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not {kind}: {error}") from error
     sections = {item.name for item in dataclasses.fields(Config)}
     if flat := [
         f"{name}: {tree[name]!r} is not a table. Write [{name}]."

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,55 +21,88 @@ from jaxacc._step import Outcome, Step, TrainState
 from jaxacc._tree import PyTree
 from jaxacc.experiment import sheet
 from jaxacc.experiment.checkpoint import Checkpoints, open_checkpoints
-from jaxacc.experiment.config import Config, UserError, to_tree
+from jaxacc.experiment.config import Config, to_tree
+from jaxacc.experiment.folder import check_folder, locked
 from jaxacc.experiment.prepare import Experiment, Given, Update, prepare
 from jaxacc.experiment.progress import Report, progress
 from jaxacc.experiment.records import Records, write_json
-
-FREE_TO_CHANGE = (
-    "train.updates", "train.epochs", "train.tokens", "train.eval_every", "checkpoint.every", "checkpoint.keep",
-    "input.prefetch", "input.workers",
-)  # fmt: skip
-"""What a resumed run may state differently."""
-SPLIT = ("batch.effective", "batch.microbatch", "batch.accumulation_steps")
+from jaxacc.experiment.resume import meta_of, restore
+from jaxacc.experiment.stop import Agreement, Reason, Stop, stopping
 
 
-def train(config: Config, run_dir: Path, *, resume: bool) -> dict[str, Any]:
+class StoppedError(Exception):
+    """A run that ended before its end, saved: `reason` says why, and with which exit status."""
+
+    def __init__(self, reason: Reason, attempted: int):
+        super().__init__(f"stopped by {reason.text} after update {attempted}, saved.")
+        self.reason = reason
+
+
+def train(
+    config: Config,
+    run_dir: Path,
+    *,
+    resume: bool,
+    resume_from: str = "latest",
+    allow_change: bool = False,
+    stop_after: float | None = None,
+) -> dict[str, Any]:
     """Run an experiment to its end in `run_dir`, and return its sheet.
 
     Of several processes, all run the windows and save checkpoints; process 0 alone prints and writes the rest.
 
     Raises:
       UserError: for bad input, before anything is compiled or written.
+      StoppedError: after a signal, or `stop_after` seconds.
     """
+    console = Console(quiet=jax.process_index() != 0)
+    tell = partial(console.print, soft_wrap=True, highlight=False)
+    check_folder(run_dir, resume)
+    with ExitStack() as stack:
+        stop = stack.enter_context(stopping(stop_after))
+        checkpoints = stack.enter_context(_opened(run_dir, config)) if resume else None
+        experiment = prepare(config)
+        start, state = 0, experiment.state
+        if checkpoints is not None:
+            start, state = restore(experiment, checkpoints, resume_from, tell, allow_change=allow_change)
+        update = Update(experiment)
+        update.compile(state, experiment.window(min(start, experiment.plan.updates - 1)))
+        multihost_utils.sync_global_devices("every process has checked its input")
+        checkpoints = checkpoints or stack.enter_context(_opened(run_dir, config))
+        tell(f"run folder {run_dir}")
+        for note in experiment.corpus.notes:
+            tell(f"note: {note}")
+        return _run(experiment, run_dir, state, start, update, checkpoints, Agreement(stop, experiment.mesh), console)
+
+
+@contextmanager
+def _opened(run_dir: Path, config: Config) -> Iterator[Checkpoints]:
+    """The run folder made and locked, and its checkpoints."""
+    keep, folder = config.checkpoint, run_dir / "checkpoints"
+    with locked(run_dir):
+        opened = open_checkpoints(folder, keep=keep.keep, best=keep.keep_best, every=keep.keep_every)
+        with closing(opened) as checkpoints:
+            yield checkpoints
+
+
+def _run(
+    experiment: Experiment, run_dir: Path, state: TrainState, start: int, update: Update, checkpoints: Checkpoints, stop: Stop,
+    console: Console,
+) -> dict[str, Any]:  # fmt: skip
+    """Run the windows that are left, and write what the run folder holds."""
     writes = jax.process_index() == 0
-    console = Console(quiet=not writes)
-    _check_folder(run_dir, resume)
-    experiment = prepare(config)
-    start, state = 0, experiment.state
-    if resume:
-        start, state = _restore(experiment, run_dir, console)
-    update = Update(experiment)
-    update.compile(state, experiment.window(min(start, experiment.plan.updates - 1)))
-    multihost_utils.sync_global_devices("every process has checked its input")
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the run folder {run_dir}: {error.strerror}. Give another --run-dir.") from error
-    console.print(f"run folder {run_dir}", soft_wrap=True)
-    for note in experiment.corpus.notes:
-        console.print(f"note: {note}", soft_wrap=True, highlight=False)
     if writes:
-        write_json(run_dir / "config.json", to_tree(config))
-    checkpoints = open_checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep)
-    records, evals = (Records(run_dir / f"{name}.jsonl", upto=start, writes=writes) for name in ("records", "evals"))
-    try:
-        state = _loop(experiment, state, start, update, checkpoints, records, evals, console)
-    finally:
-        checkpoints.close()
-        records.close()
-        evals.close()
-    result = _sheet(experiment, state, update.largest, records, evals)
+        write_json(run_dir / "config.json", to_tree(experiment.config))
+    files = (Records(run_dir / f"{name}.jsonl", upto=start, writes=writes) for name in ("records", "evals"))
+    with closing(next(files)) as records, closing(next(files)) as evals:
+        state, reason, attempted = _loop(experiment, state, start, update, checkpoints, records, evals, stop, console)
+        checkpoints.wait()
+        if reason is not None:
+            config = run_dir / "config.json"
+            hint = f"Continue: jaxacc train {config} --run-dir {run_dir} --resume"
+            console.print(f"stopped by {reason.text} after update {attempted}, saved. {hint}", soft_wrap=True, highlight=False)
+            raise StoppedError(reason, attempted)
+        result = _sheet(experiment, state, update.largest, records, evals)
     if writes:
         write_json(run_dir / "sheet.json", result)
     sheet.show(result, console)
@@ -132,30 +166,35 @@ def evaluate(step: Step, state: TrainState, windows: Iterable[Any]) -> Mean:
 
 def _loop(
     experiment: Experiment, state: TrainState, start: int, update: Update, checkpoints: Checkpoints, records: Records,
-    evals: Records, console: Console,
-) -> TrainState:  # fmt: skip
-    """Run the windows from the state's position to the end of the plan."""
+    evals: Records, stop: Stop, console: Console,
+) -> tuple[TrainState, Reason | None, int]:  # fmt: skip
+    """Run the windows from the state's position to the end of the plan, or to a reason to stop."""
     config, plan = experiment.config, experiment.plan
-    meta = _meta(experiment)
+    meta, attempted, reason = meta_of(experiment), start, None
 
-    def evaluation(attempted: int) -> None:
+    def evaluation() -> float:
         loss = evaluate(experiment.step, state, experiment.held_out_windows())
         evals.append({"attempted": attempted, "loss": loss.total / loss.weight, "tokens": loss.weight})
+        return loss.total / loss.weight
 
     with progress(console, done=start, updates=plan.updates) as report:
         recorder = Recorder(records, report, config.numerics.raise_after)
         for attempted, (window, waited) in enumerate(_timed(experiment.windows(start)), start + 1):
             state, given = update(state, window)
             recorder.push(given, waited)
-            due = [every > 0 and attempted % every == 0 for every in (config.train.eval_every, config.checkpoint.every)]
-            if any(due) or attempted == plan.updates:
+            ends = attempted == plan.updates
+            reason = None if ends else stop(attempted)
+            periods = config.train.eval_every, config.checkpoint.every
+            evaluates, saves = (every > 0 and attempted % every == 0 for every in periods)
+            if evaluates or saves or ends or reason:
                 recorder.flush()
-                if due[0] or attempted == plan.updates:
-                    evaluation(attempted)
-                if due[1] or attempted == plan.updates:
-                    checkpoints.save(attempted, state, meta)
+                eval_loss = evaluation() if evaluates or ends else None
+                if saves or ends or reason:
+                    checkpoints.save(attempted, state, meta, eval_loss=eval_loss)
                 recorder.restart_clock()
-    return state
+            if reason:
+                break
+    return state, reason, attempted
 
 
 def _timed(windows: Iterator[PyTree]) -> Iterator[tuple[PyTree, float]]:
@@ -166,72 +205,6 @@ def _timed(windows: Iterator[PyTree]) -> Iterator[tuple[PyTree, float]]:
         if window is None:
             return
         yield window, time.perf_counter() - asked
-
-
-def _check_folder(run_dir: Path, resume: bool) -> None:
-    if resume and not (run_dir / "config.json").exists():
-        raise UserError(f"{run_dir} is not a run folder (it has no config.json). Leave out --resume to begin a run there.")
-    if run_dir.exists() and not run_dir.is_dir():
-        raise UserError(f"{run_dir} is a file. Give a folder.")
-    if not resume and run_dir.exists() and any(run_dir.iterdir()):
-        raise UserError(f"{run_dir} exists and is not empty. Give another --run-dir, or --resume to continue the run in it.")
-
-
-def _restore(experiment: Experiment, run_dir: Path, console: Console) -> tuple[int, TrainState]:
-    """Attempted windows and state of the newest checkpoint; the beginning where there is none yet."""
-    folder = run_dir / "checkpoints"
-    checkpoints = open_checkpoints(folder, keep=experiment.config.checkpoint.keep) if folder.exists() else None
-    attempted = checkpoints.latest() if checkpoints else None
-    if checkpoints is None or attempted is None:
-        console.print(f"no checkpoint in {run_dir} yet: starting from update 0", soft_wrap=True)
-        return 0, experiment.state
-    _check_same(checkpoints.meta(attempted), experiment, run_dir)
-    if attempted > experiment.plan.updates:
-        raise UserError(
-            f"{run_dir} has run {attempted} updates already, and the duration is {experiment.plan.updates}. State a longer one."
-        )
-    state = checkpoints.restore(attempted, experiment.state)
-    checkpoints.close()
-    planned, consumed = experiment.plan.counts(attempted)["examples"], int(jax.device_get(state.ledger).examples)
-    if planned != consumed:
-        raise UserError(
-            f"{run_dir} has consumed {consumed} rows in {attempted} updates, and a run of this duration {planned}: the last "
-            "window of the shorter run was a short one. State the duration of the run, or begin a new one."
-        )
-    console.print(f"resuming after update {attempted} of {experiment.plan.updates}", soft_wrap=True)
-    return attempted, state
-
-
-def _check_same(meta: dict[str, Any], experiment: Experiment, run_dir: Path) -> None:
-    """Refuse to continue a run as another one."""
-    saved, now = _flat(meta["config"]), _flat(to_tree(experiment.config))
-    changed = [name for name in sorted(saved.keys() | now) if saved.get(name) != now.get(name)]
-    refused = [
-        f"{name}: {saved.get(name)!r} in the run, {now.get(name)!r} now" for name in changed if name not in FREE_TO_CHANGE
-    ]
-    if meta["split"] != experiment.split._asdict():
-        refused.append(f"split: {meta['split']} in the run, {experiment.split._asdict()} now")
-    if meta["fingerprint"] != experiment.corpus.fingerprint:
-        refused.append("the data itself: its fingerprint is not the one of the run")
-    if refused:
-        raise UserError(
-            "\n  ".join([f"{run_dir} was run with another configuration; repeat its own, or begin a new run:", *refused])
-        )
-
-
-def _meta(experiment: Experiment) -> dict[str, Any]:
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint")}
-    return {
-        "config": to_tree(experiment.config), "split": experiment.split._asdict(), "versions": versions,
-        "fingerprint": experiment.corpus.fingerprint,
-    }  # fmt: skip
-
-
-def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    """`{section.key: value}` without the quantities that the split stands for; tuples as JSON's lists."""
-    pairs = ((f"{section}.{key}", value) for section, keys in tree.items() for key, value in keys.items())
-    kept = ((name, value) for name, value in pairs if name not in SPLIT)
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept}
 
 
 def _whole(params: PyTree, mesh: jax.sharding.Mesh | None) -> PyTree:
