@@ -1,9 +1,12 @@
 """Runs that are stopped, damaged, moved to another mesh or continued twice."""
 
+import gc
 import json
 import os
 import shutil
 import signal
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxacc
+from benchmarks import kill
 from jaxacc.experiment import run as runner
 from jaxacc.experiment.checkpoint import open_checkpoints
 from jaxacc.experiment.checksum import checksums
@@ -46,6 +50,17 @@ learning_rate = 1e-2
 every = 2
 keep = 3
 """
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's readers, of damage
+
+
+@pytest.fixture
+def damaging():
+    """What Orbax's threads still say of a damaged file, they say before the next test."""
+    yield
+    gc.collect()
+    time.sleep(0.5)
 
 
 def lines(path):
@@ -158,9 +173,8 @@ DAMAGES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's readers, of what they cannot read
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over(damage, config, whole, copied, capsys):
+def test_a_damaged_checkpoint_is_passed_over(damaging, damage, config, whole, copied, capsys):
     """Named, with the reason, and left in place; the run goes on from the newest good one to the same end (section O)."""
     DAMAGES[damage](copied / "checkpoints" / "6")
     assert train(config, copied, "--resume") == 0
@@ -171,8 +185,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage, config, whole, copied, caps
     assert (copied / "checkpoints" / "6.bad").exists()  # its place was needed for the good one
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_checkpoint_is_readable(config, copied, capsys):
+def test_no_checkpoint_is_readable(damaging, config, copied, capsys):
     """A clear error, not a new start."""
     for step in steps_of(copied):
         DAMAGES["bit flip"](copied / "checkpoints" / str(step))
@@ -212,8 +225,7 @@ def test_restoring_best_or_a_given_update(config, whole, copied, capsys):
     assert f"resuming after update {best} of 6" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_retention(tmp_path):
+def test_retention(damaging, tmp_path):
     """The newest, the best by eval loss and every n-th stay; a damaged one neither counts nor goes."""
 
     step = jaxacc.make_step(lambda params, microbatch, key: params, optax.sgd(0.1))
@@ -300,6 +312,7 @@ def test_a_full_disk(config, tmp_path, monkeypatch, capsys):
 
     def save(self, step, *args, **kwargs):
         if step in failing:
+            self.wait_until_finished()
             raise OSError(28, "No space left on device")
         return real(self, step, *args, **kwargs)
 
@@ -320,3 +333,13 @@ def test_a_config_of_a_run_is_a_config(config, whole, tmp_path):
     bad.write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
         load(bad)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="five processes: once is enough")
+def test_killed_three_times(monkeypatch):
+    """SIGKILL, one of them in a save: parameters, records and evaluations as of a run never killed (`benchmarks.kill`)."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
+    phases, won, _ = kill.measure(3, 60, in_save=1)
+    assert phases["in a save"] >= 1
+    assert sum(phases.values()) == 3
+    assert min(won) >= 1
