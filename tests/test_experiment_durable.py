@@ -24,6 +24,7 @@ from jaxacc.experiment.checksum import checksums
 from jaxacc.experiment.cli import main
 from jaxacc.experiment.config import UserError, load
 from jaxacc.experiment.folder import locked
+from jaxacc.experiment.sheet import digest
 from jaxacc.experiment.stop import INTERRUPTED, STOPPED, Agreement, Reason, parse_duration, stopping
 
 CONFIG = """
@@ -333,6 +334,31 @@ def test_a_config_of_a_run_is_a_config(config, whole, tmp_path):
     bad.write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
         load(bad)
+
+
+def test_exported_parameters(whole, copied, tmp_path, capsys):
+    """Read back by plain Orbax, those of the sheet; a damaged checkpoint, a second export and no run are refused."""
+    assert main(["export", str(whole), str(tmp_path / "params")]) == 0
+    assert "parameters after update 6 in" in capsys.readouterr().out
+    params = ocp.StandardCheckpointer().restore(tmp_path / "params")
+    assert digest(params) == sheet_of(whole)["params_sha256"]
+    assert main(["export", str(whole), str(tmp_path / "first"), "--checkpoint", "2"]) == 0
+    assert digest(ocp.StandardCheckpointer().restore(tmp_path / "first")) != digest(params)
+    assert main(["export", str(whole), str(tmp_path / "params")]) == 2
+    assert main(["export", str(tmp_path), str(tmp_path / "none")]) == 2
+    assert "has no checkpoints" in capsys.readouterr().err
+
+
+def test_exported_tensors(whole, tmp_path, capsys):
+    """One file, by path, where the package is installed; else the error says how to install it."""
+    try:
+        from safetensors.flax import load_file
+    except ImportError:
+        assert main(["export", str(whole), str(tmp_path / "m.safetensors")]) == 2
+        assert "jaxacc[hf]" in capsys.readouterr().err
+        return
+    assert main(["export", str(whole), str(tmp_path / "m.safetensors")]) == 0
+    assert load_file(tmp_path / "m.safetensors")["embed/embedding"].shape[1] == 16
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="five processes: once is enough")
