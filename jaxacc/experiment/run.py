@@ -44,7 +44,8 @@ def train(config: Config, run_dir: Path, *, resume: bool) -> dict[str, Any]:
     writes = jax.process_index() == 0
     console = Console(quiet=not writes)
     _check_folder(run_dir, resume)
-    experiment = prepare(config)
+    experiment = prepare(config, say=lambda text: console.print(text, soft_wrap=True, highlight=False))
+    config = experiment.config
     start, state = 0, experiment.state
     if resume:
         start, state = _restore(experiment, run_dir, console)
