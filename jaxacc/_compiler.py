@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxacc._inspect import Collective, Memory, inspect_collectives, memory_of
 from jaxacc._targets import GPUS, Target, versions_for
+
+_LOCATIONS = re.compile(r'^#loc.*\n| loc\((?:#loc\d*|"[^"]*")\)', re.MULTILINE)
+"""Places in source files: the same program called from another line is the same program."""
 
 
 class Compiled(NamedTuple):
@@ -41,29 +45,29 @@ def compile_here(update: Any, arguments: tuple[Any, ...], mesh: Mesh | None, pla
 def compile_for(target: Target, update: Callable[..., Any], arguments: tuple[Any, ...], mesh: AbstractMesh | None) -> Compiled:
     """Compile `update(*arguments)`, which donates its first argument, for a target, or read what that gave before."""
     program = _export(target, update, arguments)
+    text = _LOCATIONS.sub("", program.mlir_module())
     axes = {"data": 1} if mesh is None else dict(mesh.shape)
     request = {
         "target": target._asdict(), "axes": axes, "donated": len(jax.tree.leaves(arguments[0])),
         "versions": versions_for(target.platform),
     }  # fmt: skip
-    name = hashlib.sha256(json.dumps(request, sort_keys=True).encode() + program).hexdigest()
+    name = hashlib.sha256(json.dumps(request, sort_keys=True).encode() + text.encode()).hexdigest()
     kept = _folder() / f"{name}.json"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
-        _run(target, request, program, kept)
+        _run(target, request, bytes(program.serialize()), kept)
     found = json.loads(kept.read_text())
     memory = None if found["memory"] is None else Memory(*found["memory"])
     collectives = tuple(Collective(**{**c, "axes": tuple(c["axes"])}) for c in found["collectives"])
     return Compiled(memory, collectives, found["refusal"])
 
 
-def _export(target: Target, update: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+def _export(target: Target, update: Callable[..., Any], arguments: tuple[Any, ...]) -> export.Exported:
     """The program for a platform, with flat arguments and results: no class of ours has to be known where it is compiled."""
     leaves, structure = jax.tree.flatten(arguments)
     flat = lambda *leaves: tuple(jax.tree.leaves(update(*jax.tree.unflatten(structure, leaves))))
     donated = tuple(range(len(jax.tree.leaves(arguments[0]))))
-    exported = export.export(jax.jit(flat, donate_argnums=donated), platforms=[target.platform])(*leaves)
-    return bytes(exported.serialize())
+    return export.export(jax.jit(flat, donate_argnums=donated), platforms=[target.platform])(*leaves)
 
 
 def _folder() -> Path:
