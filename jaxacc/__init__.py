@@ -19,6 +19,9 @@ from jaxacc._mean import Sum as Sum
 from jaxacc._mean import merge as merge
 from jaxacc._mesh import Layout as Layout
 from jaxacc._mesh import place_window as place_window
+from jaxacc._plan import Candidate as Candidate
+from jaxacc._plan import Plan as Plan
+from jaxacc._plan import plan as plan
 from jaxacc._scaling import LossScale as LossScale
 from jaxacc._split import Split as Split
 from jaxacc._split import solve_split as solve_split

@@ -1,4 +1,4 @@
-"""Collectives read from a compiled program: what crosses between devices, how much, and whether inside a loop."""
+"""Read from a compiled program: its memory, and what crosses between devices, how much, and whether inside a loop."""
 
 from __future__ import annotations
 
@@ -46,6 +46,30 @@ class Collective(NamedTuple):
     in_loop: bool
     axes: tuple[str, ...]
     name: str
+
+
+class Memory(NamedTuple):
+    """Bytes of a compiled program on each device."""
+
+    arguments: int
+    outputs: int
+    aliases: int
+    temp: int
+    code: int
+
+    @property
+    def total(self) -> int:
+        """What has to fit: results that take the place of donated arguments count once."""
+        return self.arguments + self.outputs - self.aliases + self.temp + self.code
+
+
+def memory_of(compiled: Any, *, platform: str) -> Memory:
+    """The compiler's figures. The program itself lies in the device's memory on TPUs only."""
+    found = compiled.memory_analysis()
+    return Memory(
+        found.argument_size_in_bytes, found.output_size_in_bytes, found.alias_size_in_bytes, found.temp_size_in_bytes,
+        found.generated_code_size_in_bytes if platform == "tpu" else 0,
+    )  # fmt: skip
 
 
 def inspect_collectives(compiled: Any, *, mesh: jax.sharding.Mesh | None = None) -> list[Collective]:

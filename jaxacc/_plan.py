@@ -1,0 +1,348 @@
+"""`plan`: choose the microbatch for an effective batch and a memory budget by compiling, before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxacc._accumulate import zero_gradient
+from jaxacc._bytes import parse_bytes, show_bytes
+from jaxacc._contract import LossFn
+from jaxacc._fit import check_lines, largest_that_fits, predict
+from jaxacc._flops import matrix_flops
+from jaxacc._inspect import Collective, Memory, inspect_collectives, memory_of
+from jaxacc._split import Split, solve_split
+from jaxacc._step import Step, TrainState, make_step
+from jaxacc._tree import PyTree, partition
+
+CPU_LABEL = "an estimate for any other device: real TPUs and GPUs were found to need temp memory 1.05 to 2.2 times off"
+"""What figures of the CPU compiler are worth elsewhere."""
+
+
+class Candidate(NamedTuple):
+    """A microbatch that gives the effective batch exactly.
+
+    Attributes:
+      microbatch: its rows on one replica.
+      accumulation_steps: microbatches per window.
+      total: bytes on each device; None where the compiler itself ran out of memory.
+      compiled: whether the total is the compiler's, or predicted from compiled neighbours.
+      fits: whether the total is within the budget.
+    """
+
+    microbatch: int
+    accumulation_steps: int
+    total: int | None
+    compiled: bool
+    fits: bool
+
+
+class Plan(NamedTuple):
+    """How to run an effective batch within a memory budget. `str(plan)` is a table, `plan.to_dict()` JSON-able.
+
+    Attributes:
+      split: microbatch, accumulation steps and replicas, whose product is the effective batch.
+      bytes: bytes on each device by part; their sum is `total`.
+      budget: bytes that were allowed on each device.
+      flops: floating-point operations of matrix products and convolutions per window, over all devices.
+      collectives: those of the compiled step.
+      candidates: the microbatches that were compiled, and those up to the chosen one whose memory follows, in ascending order.
+      compiler: where the figures come from, and what they are worth.
+    """
+
+    split: Split
+    bytes: dict[str, int]
+    budget: int
+    flops: int
+    collectives: tuple[Collective, ...]
+    candidates: tuple[Candidate, ...]
+    compiler: str
+
+    @property
+    def total(self) -> int:
+        """Bytes on each device while the step runs."""
+        return sum(self.bytes.values())
+
+    @property
+    def headroom(self) -> int:
+        """Bytes of the budget that are left."""
+        return self.budget - self.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able values."""
+        return {
+            **self.split._asdict(), "effective_batch": self.split.effective_batch, "bytes": dict(self.bytes),
+            "total": self.total, "budget": self.budget, "headroom": self.headroom, "flops_per_window": self.flops,
+            "collectives": [{**found._asdict(), "axes": list(found.axes)} for found in self.collectives],
+            "candidates": [candidate._asdict() for candidate in self.candidates], "compiler": self.compiler,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        m, steps, replicas = self.split
+        sizes = {**self.bytes, "total": self.total, "budget": self.budget, "headroom": self.headroom}
+        lines = [
+            f"microbatch {m} x accumulation steps {steps} x replicas {replicas} = effective batch {self.split.effective_batch}",
+            *(f"  {name:<28}{show_bytes(size):>12}" for name, size in sizes.items()),
+            f"  {'flops per window':<28}{self.flops:>12.3g}",
+            *(f"  {name:<28}{show_bytes(size):>12}" for name, size in _collected(self.collectives).items()),
+            f"  {'candidates':<12}{'A':>8}{'bytes':>20}",
+            *(f"  {c.microbatch:<12}{c.accumulation_steps:>8}{_told(c):>20}" for c in self.candidates if c.compiled),
+            f"figures: {self.compiler}",
+        ]
+        return "\n".join(lines)
+
+
+def plan(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    params_spec: PyTree,
+    row_spec: PyTree,
+    *,
+    effective_batch: int,
+    mesh: jax.sharding.Mesh | None = None,
+    budget: int | str | None = None,
+    key: Any = None,
+    model_state: PyTree = None,
+    on_candidate: Callable[[Candidate], None] | None = None,
+    **step_options: Any,
+) -> Plan:
+    """Find the largest microbatch with which an effective batch fits into memory, without allocating anything.
+
+    The step of `make_step` is compiled for a few of the microbatches `m` that divide the effective batch `B = m·A·D`; the
+    memory of the smaller ones follows, as it is close to linear in `m`. What fits is what the compiler says:
+    arguments + outputs - aliases + temp (+ code on TPUs) <= budget. The chosen one is always compiled.
+
+    Args:
+      loss_fn: as for `make_step`.
+      tx: as for `make_step`.
+      params_spec: the parameters, as arrays or `jax.ShapeDtypeStruct`s; with a `NamedSharding` they lie where that says.
+      row_spec: one row: the tree of a microbatch, its leaves without the leading dimension. A step that will be given
+        `row_mask` has it here, `jax.ShapeDtypeStruct((), bool)`.
+      effective_batch: rows behind one update, `B`.
+      mesh: as for `make_step`.
+      budget: memory of one device in bytes, or as in `"20GiB"`; None is what the device says it has.
+      key: as for `Step.init`, an array or its shape.
+      model_state: as for `Step.init`, arrays or shapes.
+      on_candidate: called with every candidate once it is compiled.
+      **step_options: the other arguments of `make_step`.
+
+    Returns:
+      The `Plan`.
+
+    Raises:
+      ValueError: an effective batch that the replicas do not divide (the message names the nearest that do), rows that
+        `loss_fn` does not take, a budget that is unknown, or too small even for a single row.
+
+    >>> import jax, jax.numpy as jnp, jaxacc, optax
+    >>> def loss_fn(params, microbatch, key):
+    ...     error = jnp.mean((jnp.tanh(microbatch["x"] @ params) - 1) ** 2, axis=-1)
+    ...     return jaxacc.Mean(error, jnp.ones_like(error))
+    >>> row = {"x": jax.ShapeDtypeStruct((64,), jnp.float32)}
+    >>> params = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> plan = jaxacc.plan(loss_fn, optax.adam(1e-3), params, row, effective_batch=96, budget="1MB")
+    >>> plan.split.effective_batch, plan.bytes["params"], plan.headroom > 0
+    (96, 16384, True)
+    """
+    program = _program(loss_fn, tx, params_spec, row_spec, effective_batch, mesh, key, model_state, step_options)
+    allowed = _budget(budget, program.device)
+    held = program.held(step_options.get("accumulator_dtype"))
+    _check_held(held, allowed, program.replicas)
+    compiled: dict[int, _Compiled] = {}
+
+    def measure(microbatch: int) -> int:
+        compiled[microbatch] = found = program.compile(microbatch)
+        if on_candidate is not None:
+            on_candidate(program.candidate(microbatch, found.memory.total, allowed, compiled=True))
+        return found.memory.total
+
+    sizes = [d for d in range(1, program.rows + 1) if program.rows % d == 0]
+    chosen, measured = largest_that_fits(sizes, measure, allowed)
+    if chosen is None:
+        raise ValueError(_too_small(sizes[0], _parts(held, compiled[sizes[0]].memory), allowed))
+    smaller = [m for m in sizes if m <= chosen] if chosen < sizes[-1] else []
+    check_lines(smaller, measure, measured)
+    totals = {m: measured[m] if m in measured else predict(measured, m, whole=sizes[-1]) for m in sizes}
+    return Plan(
+        split=Split(chosen, program.rows // chosen, program.replicas), bytes=_parts(held, compiled[chosen].memory),
+        budget=allowed, flops=program.flops(chosen), collectives=compiled[chosen].collectives,
+        candidates=tuple(
+            program.candidate(m, totals[m], allowed, compiled=m in measured)
+            for m in sizes if m in measured or m in smaller
+        ),
+        compiler=_label(program.device),
+    )  # fmt: skip
+
+
+class _Compiled(NamedTuple):
+    memory: Memory
+    collectives: tuple[Collective, ...]
+
+
+class _Program(NamedTuple):
+    """The step on shapes: `rows` is what one replica sees in a window."""
+
+    step: Step
+    state: TrainState
+    row: PyTree
+    rows: int
+    trainable: Any
+    device: Any
+
+    @property
+    def replicas(self) -> int:
+        return self.state.layout.replicas if self.state.layout is not None else 1
+
+    def window(self, microbatch: int) -> PyTree:
+        """The shapes of a window, on the mesh."""
+        layout, shape = self.state.layout, (self.rows // microbatch, microbatch * self.replicas)
+        sharding = None if layout is None else NamedSharding(layout.mesh, P(None, layout.data_axes))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=sharding), self.row)
+
+    def compile(self, microbatch: int) -> _Compiled:
+        compiled = self.step.update.lower(self.state, self.window(microbatch)).compile()
+        mesh = self.state.layout.mesh if self.state.layout is not None else None
+        found = () if mesh is None else tuple(inspect_collectives(compiled, mesh=mesh))
+        return _Compiled(memory_of(compiled, platform=self.device.platform), found)
+
+    def flops(self, microbatch: int) -> int:
+        return matrix_flops(jax.make_jaxpr(self.step.update)(self.state, self.window(microbatch)))
+
+    def candidate(self, microbatch: int, total: int | None, budget: int, *, compiled: bool) -> Candidate:
+        fits = total is not None and total <= budget
+        return Candidate(microbatch, self.rows // microbatch, total, compiled, fits)
+
+    def held(self, accumulator_dtype: Any) -> dict[str, int]:
+        """Bytes on each device of what the program is given, and of the sum of gradients."""
+        params, opt_state = _bytes_on_device(self.state.params), _bytes_on_device(self.state.opt_state)
+        trained, _ = partition(self.state.params, self.trainable)
+        sums = jax.eval_shape(lambda tree: zero_gradient(tree, accumulator_dtype), trained)
+        place = lambda sum_, leaf: jax.ShapeDtypeStruct(sum_.shape, sum_.dtype, sharding=leaf.sharding)
+        sums = jax.tree.map(place, sums, trained)
+        inputs = _bytes_on_device(self.window(1))
+        return {
+            "params": params,
+            "optimizer state": opt_state,
+            "gradient accumulator": _bytes_on_device(sums),
+            "inputs": inputs,
+        }
+
+
+def _program(
+    loss_fn: LossFn, tx: optax.GradientTransformation, params: PyTree, row: PyTree, effective_batch: int,
+    mesh: jax.sharding.Mesh | None, key: Any, model_state: PyTree, options: dict[str, Any],
+) -> _Program:  # fmt: skip
+    """Everything on shapes, checked by tracing with a single row."""
+    options = {**options, "mesh": mesh}
+    if mesh is not None and options.get("params_specs") is None:
+        options["params_specs"] = jax.tree.map(lambda leaf: getattr(getattr(leaf, "sharding", None), "spec", P()), params)
+    params, row, key, model_state = jax.eval_shape(lambda *trees: trees, params, row, key, model_state)
+
+    def state_of(step: Step) -> TrainState:
+        return jax.eval_shape(lambda p, k, s: step.init(p, key=k, model_state=s), params, key, model_state)
+
+    step = make_step(loss_fn, tx, **options)
+    state = state_of(step)
+    if state.layout is not None:
+        state = jax.tree.map(_placed, state, state.layout.shardings(state))
+    replicas = state.layout.replicas if state.layout is not None else 1
+    rows = solve_split(effective_batch=effective_batch, microbatch=1, replicas=replicas).accumulation_steps
+    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
+    program = _Program(step, state, row, rows, options.get("trainable"), device)
+    checking = make_step(_naming_rows(loss_fn, row), tx, **options)
+    jax.eval_shape(checking.update, state, program.window(1))
+    return program
+
+
+def _naming_rows(loss_fn: LossFn, row: PyTree) -> LossFn:
+    """The loss, whose own errors name the leaves of the rows."""
+
+    def checked(*args: Any) -> Any:
+        try:
+            return loss_fn(*args)
+        except Exception as error:
+            named = jax.tree.leaves_with_path(row)
+            leaves = ", ".join(f"{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in named)
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+            raise ValueError(
+                f"loss_fn failed on a microbatch of rows {leaves}: {reason.rstrip('.')}. Give row_spec the leaves that "
+                "loss_fn reads, each of the shape and dtype of one row, without the leading dimension."
+            ) from error
+
+    return checked
+
+
+def _placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _bytes_on_device(tree: PyTree) -> int:
+    def size(leaf: Any) -> int:
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
+
+
+def _parts(held: dict[str, int], memory: Memory) -> dict[str, int]:
+    """The compiler's total by part. The sum of gradients is temp memory; what no other part explains is `other`."""
+    sums = min(held["gradient accumulator"], memory.temp)
+    given = held["params"] + held["optimizer state"] + held["inputs"]
+    return {
+        "params": held["params"], "optimizer state": held["optimizer state"], "gradient accumulator": sums,
+        "activations and other temp": memory.temp - sums, "inputs": held["inputs"],
+        "other": memory.total - memory.temp - given,
+    }  # fmt: skip
+
+
+def _budget(budget: int | str | None, device: Any) -> int:
+    if budget is not None:
+        return parse_bytes(budget)
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        raise ValueError(
+            f"budget=None, and {device.device_kind} devices do not say how much memory they have. State budget='8GiB'."
+        )
+    return limit
+
+
+def _check_held(held: dict[str, int], budget: int, replicas: int) -> None:
+    params, opt_state = held["params"], held["optimizer state"]
+    if params + opt_state <= budget:
+        return
+    sharded = f"over the {replicas} replicas" if replicas > 1 else "over the replicas of a mesh"
+    raise ValueError(
+        f"params ({show_bytes(params)}) and optimizer state ({show_bytes(opt_state)}) take {show_bytes(params + opt_state)} of "
+        f"every device, more than the budget of {show_bytes(budget)}: accumulation cannot help. What can: shard_optimizer=True "
+        f"{sharded}, params_specs that shard the parameters too (FSDP), bfloat16 optimizer state, or trainable= for a subset."
+    )
+
+
+def _too_small(rows: int, parts: dict[str, int], budget: int) -> str:
+    told = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items())
+    return (
+        f"microbatches of {rows} row, the smallest, take {show_bytes(sum(parts.values()))} of every device, more than the "
+        f"budget of {show_bytes(budget)}: {told}. What can help: jax.checkpoint around layers for activations, "
+        "shard_optimizer=True or params_specs over a mesh for state, streaming with step.add for inputs."
+    )
+
+
+def _label(device: Any) -> str:
+    label = f"{device.platform} compiler of jax {jax.__version__}"
+    return f"{label}, {CPU_LABEL}" if device.platform == "cpu" else f"{label} for {device.device_kind}"
+
+
+def _collected(collectives: tuple[Collective, ...]) -> dict[str, int]:
+    """Bytes of the collectives by kind and place."""
+    names = [f"{found.kind} {'in loops' if found.in_loop else 'once per window'}" for found in collectives]
+    return {name: sum(c.bytes for c, n in zip(collectives, names, strict=True) if n == name) for name in dict.fromkeys(names)}
+
+
+def _told(candidate: Candidate) -> str:
+    total = "out of memory" if candidate.total is None else show_bytes(candidate.total)
+    return f"{total} {'fits' if candidate.fits else 'too large'}"
