@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxacc._accumulate import Evaluation, WindowSums, evaluate_window, window_sums
@@ -121,14 +121,17 @@ class Layout:
         return jax.tree_util.tree_map_with_path(sharding, opt_state)
 
 
-def auto_mesh(mesh: Mesh, data_axes: tuple[str, ...]) -> Mesh:
-    """The same devices with every axis `Auto`, whatever the types of the axes were."""
+def auto_mesh(mesh: Any, data_axes: tuple[str, ...]) -> Any:
+    """The same devices (none, of an `AbstractMesh`) with every axis `Auto`, whatever the types of the axes were."""
     unknown = [axis for axis in data_axes if axis not in mesh.axis_names]
     if unknown or not data_axes:
         raise ValueError(
             f"data_axes={data_axes} must name axes of the mesh, which has {mesh.axis_names}. Pass those that split rows."
         )
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def layout_of(

@@ -1,4 +1,4 @@
-"""`jaxacc train CONFIG`: the command line."""
+"""`jaxacc train CONFIG` and `jaxacc plan CONFIG`: the command line."""
 
 from __future__ import annotations
 
@@ -104,6 +104,43 @@ def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.Subco
             )  # fmt: skip
         except StoppedError as error:
             return error.reason.status
+        return 0
+
+    @app.command
+    def plan(
+        config_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")],
+        config: Annotated[Config, tyro.conf.arg(name="")] = defaults,
+        budget: str | None = None,
+        effective: int | None = None,
+        write: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
+        output: Path | None = None,
+    ) -> int:
+        """Find the largest microbatch that fits into memory, by compiling; nothing is run.
+
+        Args:
+            config_file: A TOML file. It comes first; every option after it replaces what the file says.
+            config: The experiment.
+            budget: Memory of one device, as in 20GiB. Default: what the device has.
+            effective: The effective batch. Default: the one the config states.
+            write: Put what is chosen into the config file.
+            output: A file for the whole plan as JSON.
+        """
+        from rich.console import Console
+
+        from jaxacc.experiment import planning
+        from jaxacc.experiment.records import write_json
+
+        if file is None:
+            raise UserError(f"the config comes before the options: jaxacc plan {config_file} ...")
+        console = Console()
+        wanted = planning.for_planning(override(file, config), effective=effective, budget=budget)
+        chosen = planning.plan_config(wanted, console)
+        planning.show(chosen, console)
+        if output is not None:
+            write_json(output, chosen.to_dict())
+        if write:
+            planning.write(config_file, chosen)
+            console.print(f"written to {config_file}", soft_wrap=True)
         return 0
 
     return app

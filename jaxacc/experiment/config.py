@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import cattrs
 from cattrs.errors import ClassValidationError, ForbiddenExtraKeysError, IterableValidationError
 
+from jaxacc._bytes import parse_bytes
 from jaxacc._sizes import Policy, Unit, parse_schedule
 from jaxacc._split import Split, solve_split
 
@@ -40,14 +41,16 @@ class BatchConfig:
 
     effective: int | None = _number(None, minimum=1)
     """Effective batch: rows behind one update."""
-    microbatch: int | None = _number(None, minimum=1)
-    """Rows of one forward and backward pass on one replica."""
+    microbatch: int | Literal["auto"] | None = _number(None, minimum=1)
+    """Rows of one forward and backward pass on one replica. "auto": the most that fit, of those that give `effective`."""
     accumulation_steps: int | None = _number(None, minimum=1)
     """Microbatches per window, A."""
     schedule: str | None = None
     """Effective batches from thresholds on, as in "0:64 1000:128". Every distinct one is compiled once."""
     schedule_by: Unit = "updates"
     """What the thresholds count: updates, examples or (supervised) tokens."""
+    budget: str | None = None
+    """Memory of one device that a planned microbatch may fill, as in "20GiB". Left out: all that the device says it has."""
     tokens: int | None = _number(None, minimum=1)
     """Windows end with the first microbatch by which they hold so many supervised tokens."""
     last: Policy = "carry"
@@ -303,17 +306,23 @@ def check(config: Config) -> Split:
 
 def _split(batch: BatchConfig, replicas: int) -> Split:
     """The split of the largest window."""
+    microbatch = 1 if batch.microbatch == "auto" else batch.microbatch
     stated = {
         "effective_batch": batch.effective,
-        "microbatch": batch.microbatch,
+        "microbatch": microbatch,
         "accumulation_steps": batch.accumulation_steps,
     }
     given = {name for name, value in stated.items() if value is not None}
+    if batch.budget is not None:
+        parse_bytes(batch.budget)
+    varying = batch.schedule is not None or batch.tokens is not None
+    if batch.microbatch == "auto" and (given != {"effective_batch", "microbatch"} or varying):
+        raise ValueError('microbatch="auto" is planned for an effective batch. Beside it state effective and nothing else.')
     if batch.schedule is not None:
         if given != {"microbatch"} or batch.tokens is not None:
             raise ValueError("schedule states the effective batches. Beside it state microbatch and nothing else.")
         effective = [rows for _, rows in parse_schedule(batch.schedule, by=batch.schedule_by).steps]
-        splits = [solve_split(effective_batch=rows, microbatch=batch.microbatch, replicas=replicas) for rows in effective]
+        splits = [solve_split(effective_batch=rows, microbatch=microbatch, replicas=replicas) for rows in effective]
         return max(splits, key=lambda split: split.accumulation_steps)
     if batch.tokens is not None and given != {"microbatch", "accumulation_steps"}:
         raise ValueError(
@@ -350,14 +359,14 @@ def _override_batch(file: BatchConfig, given: BatchConfig) -> BatchConfig:
 
 
 def _override_one(
-    file: BatchConfig, *, effective: int | None = None, microbatch: int | None = None, accumulation_steps: int | None = None
-) -> dict[str, int | None]:
+    file: BatchConfig, *, effective: int | None = None, microbatch: Any = None, accumulation_steps: int | None = None
+) -> dict[str, Any]:
     """The two quantities that hold when one of the split is overridden."""
     if effective is not None:
         steps = file.accumulation_steps if file.microbatch is None else None
         return {"effective": effective, "microbatch": file.microbatch, "accumulation_steps": steps}
     effective = file.effective
-    if effective is None and file.microbatch is not None and file.accumulation_steps is not None:
+    if effective is None and isinstance(file.microbatch, int) and file.accumulation_steps is not None:
         effective = file.microbatch * file.accumulation_steps
     return {"effective": effective, "microbatch": microbatch, "accumulation_steps": accumulation_steps}
 
@@ -414,7 +423,7 @@ def _bound_faults(node: Any, prefix: str) -> Iterator[str]:
         value, name = getattr(node, item.name), f"{prefix}{item.name}"
         if dataclasses.is_dataclass(value):
             yield from _bound_faults(value, f"{name}.")
-        elif value is not None and item.metadata:
+        elif isinstance(value, int | float) and item.metadata:
             bounds = item.metadata
             if not math.isfinite(value):
                 yield f"{name}={value} must be a finite number."
@@ -445,6 +454,11 @@ def _converter() -> cattrs.Converter:
             raise TypeError(f"{value!r} is not one of {', '.join(map(repr, known))}{_did_you_mean(value, known)}")
         return value
 
+    def rows(value: Any, _: Any) -> int | str:
+        if type(value) is not int and value != "auto":
+            raise TypeError(f"{value!r} is neither a whole number nor 'auto'")
+        return value
+
     def strings(value: Any, _: Any) -> tuple[str, ...]:
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
             raise TypeError(f"{value!r} is not a list of strings")
@@ -454,6 +468,7 @@ def _converter() -> cattrs.Converter:
         converter.register_structure_hook(target, strict(*accepted))
     converter.register_structure_hook_func(lambda target: getattr(target, "__origin__", None) is Literal, choice)
     converter.register_structure_hook_func(lambda target: target == tuple[str, ...], strings)
+    converter.register_structure_hook_func(lambda target: target == int | Literal["auto"] | None, rows)
     return converter
 
 

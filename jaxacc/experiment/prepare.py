@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import AxisType
 
 from jaxacc._ledger import Ledger
-from jaxacc._scaling import LossScale
 from jaxacc._split import Split
 from jaxacc._step import Step, StepInfo, TrainState, make_step
 from jaxacc._tree import PyTree
-from jaxacc.experiment import data, models, optimizers
-from jaxacc.experiment.config import Config, UserError, check
+from jaxacc.experiment import data, optimizers
+from jaxacc.experiment.config import Config, check
+from jaxacc.experiment.planning import choose, settled
+from jaxacc.experiment.problem import problem_of
 from jaxacc.experiment.rows import Corpus
-from jaxacc.experiment.sources import load
 
 
 class Experiment(NamedTuple):
@@ -57,48 +54,22 @@ class Experiment(NamedTuple):
         return data.reader(rows, sequence, self.plan, self.split, data.window_sharding(self.mesh), steps=least)
 
 
-def prepare(config: Config) -> Experiment:
-    """Check the config, read the data, plan the windows, build model, optimizer and the initial state."""
+def prepare(config: Config, *, say: Callable[[str], None] = lambda _: None) -> Experiment:
+    """Check the config, read the data, plan the windows, build model, optimizer and the initial state.
+
+    A microbatch "auto" is planned first, which `say` is told; the config of the experiment then states the one chosen.
+    """
     split = check(config)
-    mesh = _mesh(config)
-    corpus = load(config.data)
-    plan = data.plan_run(config, split, corpus.train)
-    row = corpus.train.batch(np.array([0]))
-    _check_images(config, row)
-    init, loss_fn = models.build(config.model, vocabulary=corpus.vocabulary, row=row)
+    problem = problem_of(config)
+    if config.batch.microbatch == "auto":
+        chosen = choose(problem, say)
+        config, split = settled(config, chosen), chosen.split
+    plan = data.plan_run(config, split, problem.corpus.train)
     tx, rate = optimizers.build(config.optimizer, plan.updates)
     params_key, key = jax.random.split(jax.random.key(config.train.seed))
-    params = jax.jit(init)(params_key)
-    step = make_step(
-        loss_fn, tx, mesh=mesh, params_specs=models.specs(params) if "model" in config.mesh else None,
-        shard_optimizer=config.optimizer.sharded, **step_options(config),
-    )  # fmt: skip
-    return Experiment(config, split, corpus, plan, mesh, step, rate, step.init(params, key=key))
-
-
-def step_options(config: Config) -> dict[str, Any]:
-    """What `[numerics]` and the precision say to `make_step`."""
-    numerics = config.numerics
-    scale = LossScale(
-        numerics.loss_scale, numerics.loss_scale_growth, floor=min(1.0, numerics.loss_scale),
-        ceiling=max(2.0**24, numerics.loss_scale),
-    )  # fmt: skip
-    return {
-        "row_keys": numerics.row_keys, "nonfinite": numerics.nonfinite,
-        "loss_scale": scale if config.model.precision == "float16" else None,
-        "noise_scale": None if numerics.noise_scale == "off" else numerics.noise_scale,
-    }  # fmt: skip
-
-
-def _check_images(config: Config, row: dict[str, np.ndarray]) -> None:
-    if config.model.name == "unet":
-        height, width = row["images"].shape[1:3]
-        factor = 2**config.model.layers
-        if height % factor or width % factor:
-            raise UserError(
-                f"images of {height} x {width} pixels cannot be halved model.layers={config.model.layers} times. State fewer "
-                f"layers, or give images of a multiple of {factor} pixels."
-            )
+    step = make_step(problem.loss_fn, tx, **problem.options)
+    state = step.init(jax.jit(problem.init)(params_key), key=key)
+    return Experiment(config, split, problem.corpus, plan, problem.options["mesh"], step, rate, state)
 
 
 class Given(NamedTuple):
@@ -136,22 +107,3 @@ class Update:
     def largest(self) -> Any:
         """The program of the largest windows so far."""
         return self._compiled[max(self._compiled)]
-
-
-def _mesh(config: Config) -> jax.sharding.Mesh | None:
-    if not config.mesh:
-        if jax.process_count() > 1:
-            raise UserError(
-                f"{jax.process_count()} processes run, but no mesh is stated. Add --mesh data={jax.device_count()}."
-            )
-        return None
-    axes = {"data": 1, **config.mesh}
-    wanted, found = math.prod(axes.values()), jax.device_count()
-    if wanted > found or (jax.process_count() > 1 and wanted != found):
-        stated = " x ".join(f"{name} {size}" for name, size in axes.items())
-        raise UserError(
-            f"mesh {stated} needs {wanted} devices; there are {found} in {jax.process_count()} processes. State a mesh of "
-            f"{found}; for CPU devices set JAX_NUM_CPU_DEVICES={wanted}."
-        )
-    types = (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), devices=jax.devices()[:wanted], axis_types=types)

@@ -61,7 +61,7 @@ def train(
     with ExitStack() as stack:
         stop = stack.enter_context(stopping(stop_after))
         checkpoints = stack.enter_context(_opened(run_dir, config)) if resume else None
-        experiment = prepare(config)
+        experiment = prepare(config, say=tell)
         start, state = 0, experiment.state
         if checkpoints is not None:
             start, state = restore(experiment, checkpoints, resume_from, tell, allow_change=allow_change)
