@@ -1,9 +1,12 @@
 """Runs that are stopped, damaged, moved to another mesh or continued twice."""
 
+import gc
 import json
 import os
 import shutil
 import signal
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -14,12 +17,14 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jaxacc
+from benchmarks import kill
 from jaxacc.experiment import run as runner
 from jaxacc.experiment.checkpoint import open_checkpoints
 from jaxacc.experiment.checksum import checksums
 from jaxacc.experiment.cli import main
 from jaxacc.experiment.config import UserError, load
 from jaxacc.experiment.folder import locked
+from jaxacc.experiment.sheet import digest
 from jaxacc.experiment.stop import INTERRUPTED, STOPPED, Agreement, Reason, parse_duration, stopping
 
 CONFIG = """
@@ -46,6 +51,17 @@ learning_rate = 1e-2
 every = 2
 keep = 3
 """
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's readers, of damage
+
+
+@pytest.fixture
+def damaging():
+    """What Orbax's threads still say of a damaged file, they say before the next test."""
+    yield
+    gc.collect()
+    time.sleep(0.5)
 
 
 def lines(path):
@@ -158,9 +174,8 @@ DAMAGES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's readers, of what they cannot read
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over(damage, config, whole, copied, capsys):
+def test_a_damaged_checkpoint_is_passed_over(damaging, damage, config, whole, copied, capsys):
     """Named, with the reason, and left in place; the run goes on from the newest good one to the same end (section O)."""
     DAMAGES[damage](copied / "checkpoints" / "6")
     assert train(config, copied, "--resume") == 0
@@ -171,8 +186,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage, config, whole, copied, caps
     assert (copied / "checkpoints" / "6.bad").exists()  # its place was needed for the good one
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_no_checkpoint_is_readable(config, copied, capsys):
+def test_no_checkpoint_is_readable(damaging, config, copied, capsys):
     """A clear error, not a new start."""
     for step in steps_of(copied):
         DAMAGES["bit flip"](copied / "checkpoints" / str(step))
@@ -212,8 +226,7 @@ def test_restoring_best_or_a_given_update(config, whole, copied, capsys):
     assert f"resuming after update {best} of 6" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_retention(tmp_path):
+def test_retention(damaging, tmp_path):
     """The newest, the best by eval loss and every n-th stay; a damaged one neither counts nor goes."""
 
     step = jaxacc.make_step(lambda params, microbatch, key: params, optax.sgd(0.1))
@@ -300,6 +313,7 @@ def test_a_full_disk(config, tmp_path, monkeypatch, capsys):
 
     def save(self, step, *args, **kwargs):
         if step in failing:
+            self.wait_until_finished()
             raise OSError(28, "No space left on device")
         return real(self, step, *args, **kwargs)
 
@@ -320,3 +334,38 @@ def test_a_config_of_a_run_is_a_config(config, whole, tmp_path):
     bad.write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
         load(bad)
+
+
+def test_exported_parameters(whole, copied, tmp_path, capsys):
+    """Read back by plain Orbax, those of the sheet; a damaged checkpoint, a second export and no run are refused."""
+    assert main(["export", str(whole), str(tmp_path / "params")]) == 0
+    assert "parameters after update 6 in" in capsys.readouterr().out
+    params = ocp.StandardCheckpointer().restore(tmp_path / "params")
+    assert digest(params) == sheet_of(whole)["params_sha256"]
+    assert main(["export", str(whole), str(tmp_path / "first"), "--checkpoint", "2"]) == 0
+    assert digest(ocp.StandardCheckpointer().restore(tmp_path / "first")) != digest(params)
+    assert main(["export", str(whole), str(tmp_path / "params")]) == 2
+    assert main(["export", str(tmp_path), str(tmp_path / "none")]) == 2
+    assert "has no checkpoints" in capsys.readouterr().err
+
+
+def test_exported_tensors(whole, tmp_path, capsys):
+    """One file, by path, where the package is installed; else the error says how to install it."""
+    try:
+        from safetensors.flax import load_file
+    except ImportError:
+        assert main(["export", str(whole), str(tmp_path / "m.safetensors")]) == 2
+        assert "jaxacc[hf]" in capsys.readouterr().err
+        return
+    assert main(["export", str(whole), str(tmp_path / "m.safetensors")]) == 0
+    assert load_file(tmp_path / "m.safetensors")["embed/embedding"].shape[1] == 16
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="five processes: once is enough")
+def test_killed_three_times(monkeypatch):
+    """SIGKILL, one of them in a save: parameters, records and evaluations as of a run never killed (`benchmarks.kill`)."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)
+    phases, won, _ = kill.measure(3, 60, in_save=1)
+    assert phases["in a save"] >= 1
+    assert sum(phases.values()) == 3
+    assert min(won) >= 1

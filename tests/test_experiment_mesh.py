@@ -33,6 +33,9 @@ every = 2
 """
 
 
+OLD = sys.version_info < (3, 12)
+
+
 @pytest.fixture(scope="module")
 def train(config, tmp_path_factory):
     """Run once per list of options; gives the run folder."""
@@ -82,8 +85,9 @@ def test_resume_on_a_mesh_is_bit_equal(train, config, tmp_path):
     assert sheet_of(folder) == sheet_of(train(*options))
 
 
-def test_two_processes_give_the_run_of_two_devices(train, config, tmp_path):
-    """Bit for bit; process 0 alone prints and writes records and the sheet."""
+@pytest.mark.parametrize("begin", ["anew", pytest.param("from one process", marks=pytest.mark.skipif(OLD, reason="slow"))])
+def test_two_processes_give_the_run_of_two_devices(begin, train, config, tmp_path):
+    """Bit for bit, from the start or from a checkpoint of one process, which restores theirs in turn; only process 0 prints."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -93,6 +97,10 @@ def test_two_processes_give_the_run_of_two_devices(train, config, tmp_path):
     }  # fmt: skip
     options = ("--mesh", "data=2", "--optimizer.sharded")
     command = [sys.executable, "-m", "jaxacc", "train", config, "--run-dir", str(tmp_path / "run"), *options]
+    if begin != "anew":
+        shutil.copytree(train(*options), tmp_path / "run")
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+        command.append("--resume")
     processes = [
         subprocess.Popen(
             command, env={**environment, "JAX_PROCESS_ID": str(i)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -106,6 +114,9 @@ def test_two_processes_give_the_run_of_two_devices(train, config, tmp_path):
     assert sheet_of(tmp_path / "run") == sheet_of(train(*options))
     records = (tmp_path / "run" / "records.jsonl").read_text().splitlines()
     assert [json.loads(line)["attempted"] for line in records] == [1, 2, 3, 4]
+    (tmp_path / "run" / "sheet.json").unlink()
+    assert main([*command[3:], *["--resume"] * (begin == "anew")]) == 0
+    assert sheet_of(tmp_path / "run") == sheet_of(train(*options))
 
 
 @pytest.mark.parametrize(

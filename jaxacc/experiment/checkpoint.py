@@ -120,15 +120,31 @@ class Checkpoints(NamedTuple):
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _parts(like))
         args = ocp.args.Composite(**{name: ocp.args.StandardRestore(part) for name, part in abstract.items()})
         items = _attempt(lambda: dict(self.manager.restore(attempted, args=args).items()))
-        for name, found in zip(describe(items), checksums(items), strict=True):
-            if meta["leaves"][name][2] != found:
-                raise BadCheckpointError(f"the leaf {name} is not what was saved")
+        self._check_sums(items, meta["leaves"])
         progress = items.pop("progress")
         return like._replace(**items, **progress)
 
     def differences(self, like: TrainState, meta: dict[str, Any]) -> list[str]:
         """One line per leaf in which a state differs from the one saved."""
         return differences({name: leaf[:2] for name, leaf in meta["leaves"].items()}, describe(_parts(like)))
+
+    def params(self, attempted: int) -> PyTree:
+        """The parameters of a checkpoint alone, whole, on the first device.
+
+        Raises:
+          UserError: if it is damaged.
+        """
+        try:
+            leaves = self.meta(attempted)["leaves"]
+            metadata = self.manager.item_metadata(attempted)["params"]
+            device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), metadata)
+            args = ocp.args.Composite(params=ocp.args.StandardRestore(like))
+            params = _attempt(lambda: self.manager.restore(attempted, args=args)["params"])
+            self._check_sums({"params": params}, leaves)
+        except BadCheckpointError as error:
+            raise UserError(f"checkpoint {self.folder / str(attempted)} is damaged: {error}. Name another one.") from error
+        return params
 
     def newest_of(
         self, steps: Sequence[int], like: TrainState, check: Callable[[int, dict[str, Any]], None], tell: Callable[[str], None]
@@ -173,6 +189,11 @@ class Checkpoints(NamedTuple):
         finally:
             self.manager.close()
 
+    def _check_sums(self, tree: PyTree, leaves: dict[str, list[Any]]) -> None:
+        for name, found in zip(describe(tree), checksums(tree), strict=True):
+            if leaves[name][2] != found:
+                raise BadCheckpointError(f"the leaf {name} is not what was saved")
+
     def _rename(self, attempted: int, suffix: str) -> None:
         """Give up the place of a checkpoint, not what it holds."""
         if jax.process_index() == 0:
@@ -185,8 +206,17 @@ class Checkpoints(NamedTuple):
         self.manager.reload()
 
 
-def open_checkpoints(folder: Path, *, keep: int = 1, best: int = 0, every: int = 0) -> Checkpoints:
-    """Open or begin the checkpoints of a folder: the newest `keep` stay, the `best` by eval loss, and every n-th."""
+def save_tree(folder: Path, tree: PyTree) -> None:
+    """A new folder that holds a tree of arrays, for `orbax.checkpoint.StandardCheckpointer().restore`."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder.absolute(), tree)
+
+
+def open_checkpoints(folder: Path, *, keep: int = 1, best: int = 0, every: int = 0, read_only: bool = False) -> Checkpoints:
+    """Open or begin the checkpoints of a folder: the newest `keep` stay, the `best` by eval loss, and every n-th.
+
+    `read_only` neither makes the folder nor cleans it up: a run may be saving there.
+    """
     policies: list[Any] = [managers.LatestN(keep)]
     if best:
         lowest = managers.BestN(get_metric_fn=lambda metrics: -metrics["loss"], n=best, keep_checkpoints_without_metrics=False)
@@ -195,7 +225,7 @@ def open_checkpoints(folder: Path, *, keep: int = 1, best: int = 0, every: int =
         policies.append(managers.EveryNSteps(every))
     retention = Retention(managers.AnyPreservationPolicy(policies))
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=retention, enable_async_checkpointing=True, cleanup_tmp_directories=True,
+        preservation_policy=retention, enable_async_checkpointing=True, cleanup_tmp_directories=not read_only, read_only=read_only, create=not read_only,
         lightweight_initialize=True,
     )  # fmt: skip
     try:

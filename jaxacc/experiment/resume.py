@@ -49,7 +49,7 @@ def restore(
                 f"{experiment.plan.updates}. State a longer one."
             )
 
-    steps = _candidates(checkpoints, wanted)
+    steps = candidates(checkpoints, wanted, "--resume-from")
     if not steps:
         tell(f"no checkpoint in {checkpoints.folder.parent} yet: starting from update 0")
         return 0, experiment.state
@@ -60,8 +60,8 @@ def restore(
     return restored.attempted, restored.state
 
 
-def _candidates(checkpoints: Checkpoints, wanted: str) -> list[int]:
-    """The checkpoints to try, in this order."""
+def candidates(checkpoints: Checkpoints, wanted: str, option: str) -> list[int]:
+    """The checkpoints to try, in this order, as the option says: latest, best, or a number of updates."""
     there = checkpoints.steps()
     if wanted == "latest":
         return there[::-1]
@@ -69,7 +69,7 @@ def _candidates(checkpoints: Checkpoints, wanted: str) -> list[int]:
     chosen = str(best) if wanted == "best" and best is not None else wanted
     if chosen not in map(str, there):
         raise UserError(
-            f"--resume-from {wanted}: there is no such checkpoint in {checkpoints.folder}. There are those of update "
+            f"{option} {wanted}: there is no such checkpoint in {checkpoints.folder}. There are those of update "
             f"{', '.join(map(str, there)) or '(none)'}; write one of them, latest or best."
         )
     return [int(chosen)]
