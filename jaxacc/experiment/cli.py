@@ -49,8 +49,8 @@ def main(argv: list[str], *, connect: Callable[..., None] = lambda **_: None) ->
 
 
 def _named_config(argv: list[str]) -> Config | None:
-    """The config that `train` names, read before the options are: it holds their defaults."""
-    return load(Path(argv[1])) if len(argv) > 1 and argv[0] == "train" and not argv[1].startswith("-") else None
+    """The config that `train` or `plan` names, read before the options are: it holds their defaults."""
+    return load(Path(argv[1])) if len(argv) > 1 and argv[0] in ("train", "plan") and not argv[1].startswith("-") else None
 
 
 def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.SubcommandApp:
