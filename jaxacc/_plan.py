@@ -13,16 +13,22 @@ from jax.sharding import PartitionSpec as P
 
 from jaxacc._accumulate import zero_gradient
 from jaxacc._bytes import parse_bytes, show_bytes
+from jaxacc._compiler import Compiled, compile_for, compile_here
 from jaxacc._contract import LossFn
 from jaxacc._fit import check_lines, largest_that_fits, predict
 from jaxacc._flops import matrix_flops
-from jaxacc._inspect import Collective, Memory, inspect_collectives, memory_of
+from jaxacc._inspect import Collective, Memory
+from jaxacc._mesh import Layout, auto_mesh, layout_of
 from jaxacc._split import Split, solve_split
 from jaxacc._step import Step, TrainState, make_step
+from jaxacc._targets import Target, target_of
 from jaxacc._tree import PyTree, partition
 
 CPU_LABEL = "an estimate for any other device: real TPUs and GPUs were found to need temp memory 1.05 to 2.2 times off"
 """What figures of the CPU compiler are worth elsewhere."""
+
+ON_A_MESH = ("mesh", "data_axes", "params_specs", "shard_optimizer", "reduction_dtype")
+"""Arguments of `make_step` that do not change what one device's state looks like."""
 
 
 class Candidate(NamedTuple):
@@ -105,7 +111,8 @@ def plan(
     row_spec: PyTree,
     *,
     effective_batch: int,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    target: str | None = None,
     budget: int | str | None = None,
     key: Any = None,
     model_state: PyTree = None,
@@ -125,8 +132,11 @@ def plan(
       row_spec: one row: the tree of a microbatch, its leaves without the leading dimension. A step that will be given
         `row_mask` has it here, `jax.ShapeDtypeStruct((), bool)`.
       effective_batch: rows behind one update, `B`.
-      mesh: as for `make_step`.
-      budget: memory of one device in bytes, or as in `"20GiB"`; None is what the device says it has.
+      mesh: as for `make_step`; for a `target` of which only the axes count, None is all its devices on the axis "data".
+      target: devices to compile for that need not be here: TPU slices such as `"v5e:2x2"`, NVIDIA GPUs such as `"h100x8"`, or
+        `"cpux8"` for an estimate. Each compilation runs in a process of its own, and its figures are kept on disk.
+      budget: memory of one device in bytes, or as in `"20GiB"`; None is what the device says it has. Of a GPU as target it is
+        the share that JAX takes by default, 75 %.
       key: as for `Step.init`, an array or its shape.
       model_state: as for `Step.init`, arrays or shapes.
       on_candidate: called with every candidate once it is compiled.
@@ -136,8 +146,10 @@ def plan(
       The `Plan`.
 
     Raises:
-      ValueError: an effective batch that the replicas do not divide (the message names the nearest that do), rows that
-        `loss_fn` does not take, a budget that is unknown, or too small even for a single row.
+      ValueError: an unknown target, or one whose compiler is not installed; an effective batch that the replicas do not
+        divide (the message names the nearest that do), rows that `loss_fn` does not take, a budget that is unknown, or too
+        small even for a single row.
+      RuntimeError: the compiler for a target failed, for another reason than memory.
 
     >>> import jax, jax.numpy as jnp, jaxacc, optax
     >>> def loss_fn(params, microbatch, key):
@@ -149,39 +161,68 @@ def plan(
     >>> plan.split.effective_batch, plan.bytes["params"], plan.headroom > 0
     (96, 16384, True)
     """
-    program = _program(loss_fn, tx, params_spec, row_spec, effective_batch, mesh, key, model_state, step_options)
-    allowed = _budget(budget, program.device)
+    aim = None if target is None else target_of(target)
+    if aim is not None and mesh is None and aim.devices > 1:
+        mesh = jax.sharding.AbstractMesh((aim.devices,), ("data",))
+    _check_devices(aim, mesh)
+    program = _program(loss_fn, tx, params_spec, row_spec, effective_batch, mesh, aim, key, model_state, step_options)
+    allowed = _budget(budget, program.place)
     held = program.held(step_options.get("accumulator_dtype"))
     _check_held(held, allowed, program.replicas)
-    compiled: dict[int, _Compiled] = {}
+    compiled: dict[int, Compiled] = {}
 
-    def measure(microbatch: int) -> int:
+    def measure(microbatch: int) -> int | None:
         compiled[microbatch] = found = program.compile(microbatch)
+        total = None if found.memory is None else found.memory.total
         if on_candidate is not None:
-            on_candidate(program.candidate(microbatch, found.memory.total, allowed, compiled=True))
-        return found.memory.total
+            on_candidate(program.candidate(microbatch, total, allowed, compiled=True))
+        return total
 
     sizes = [d for d in range(1, program.rows + 1) if program.rows % d == 0]
     chosen, measured = largest_that_fits(sizes, measure, allowed)
     if chosen is None:
-        raise ValueError(_too_small(sizes[0], _parts(held, compiled[sizes[0]].memory), allowed))
+        raise ValueError(_too_small(sizes[0], held, compiled[sizes[0]], allowed))
     smaller = [m for m in sizes if m <= chosen] if chosen < sizes[-1] else []
     check_lines(smaller, measure, measured)
     totals = {m: measured[m] if m in measured else predict(measured, m, whole=sizes[-1]) for m in sizes}
     return Plan(
-        split=Split(chosen, program.rows // chosen, program.replicas), bytes=_parts(held, compiled[chosen].memory),
+        split=Split(chosen, program.rows // chosen, program.replicas), bytes=_parts(held, compiled[chosen]),
         budget=allowed, flops=program.flops(chosen), collectives=compiled[chosen].collectives,
         candidates=tuple(
             program.candidate(m, totals[m], allowed, compiled=m in measured)
             for m in sizes if m in measured or m in smaller
         ),
-        compiler=_label(program.device),
+        compiler=program.place.label,
     )  # fmt: skip
 
 
-class _Compiled(NamedTuple):
-    memory: Memory
-    collectives: tuple[Collective, ...]
+class _Place(NamedTuple):
+    """Where the program is compiled for, and what it may take there by default."""
+
+    platform: str
+    limit: int | None
+    label: str
+    target: Target | None
+
+
+def _place(target: Target | None, mesh: Any) -> _Place:
+    """A target, or the devices of this process."""
+    if target is not None:
+        platform, limit, kind = target.platform, target.limit, target.name
+    else:
+        device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
+        platform, limit, kind = device.platform, (device.memory_stats() or {}).get("bytes_limit"), device.device_kind
+    worth = f", {CPU_LABEL}" if platform == "cpu" else f" for {kind}"
+    return _Place(platform, limit, f"{platform} compiler of jax {jax.__version__}{worth}", target)
+
+
+def _check_devices(target: Target | None, mesh: Any) -> None:
+    size = mesh.size if mesh is not None else 1
+    if target is not None and size != target.devices:
+        raise ValueError(
+            f"target={target.name!r} has {target.devices} devices, the mesh {size}. Pass a mesh of as many (an "
+            "AbstractMesh will do), or leave it out to have all of them on the axis 'data'."
+        )
 
 
 class _Program(NamedTuple):
@@ -192,7 +233,7 @@ class _Program(NamedTuple):
     row: PyTree
     rows: int
     trainable: Any
-    device: Any
+    place: _Place
 
     @property
     def replicas(self) -> int:
@@ -204,11 +245,12 @@ class _Program(NamedTuple):
         sharding = None if layout is None else NamedSharding(layout.mesh, P(None, layout.data_axes))
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape), leaf.dtype, sharding=sharding), self.row)
 
-    def compile(self, microbatch: int) -> _Compiled:
-        compiled = self.step.update.lower(self.state, self.window(microbatch)).compile()
-        mesh = self.state.layout.mesh if self.state.layout is not None else None
-        found = () if mesh is None else tuple(inspect_collectives(compiled, mesh=mesh))
-        return _Compiled(memory_of(compiled, platform=self.device.platform), found)
+    def compile(self, microbatch: int) -> Compiled:
+        arguments = (self.state, self.window(microbatch))
+        mesh: Any = self.state.layout.mesh if self.state.layout is not None else None
+        if self.place.target is not None:
+            return compile_for(self.place.target, self.step.update, arguments, mesh)
+        return compile_here(self.step.update, arguments, mesh, self.place.platform)
 
     def flops(self, microbatch: int) -> int:
         return matrix_flops(jax.make_jaxpr(self.step.update)(self.state, self.window(microbatch)))
@@ -235,7 +277,7 @@ class _Program(NamedTuple):
 
 def _program(
     loss_fn: LossFn, tx: optax.GradientTransformation, params: PyTree, row: PyTree, effective_batch: int,
-    mesh: jax.sharding.Mesh | None, key: Any, model_state: PyTree, options: dict[str, Any],
+    mesh: Any, target: Target | None, key: Any, model_state: PyTree, options: dict[str, Any],
 ) -> _Program:  # fmt: skip
     """Everything on shapes, checked by tracing with a single row."""
     options = {**options, "mesh": mesh}
@@ -243,20 +285,27 @@ def _program(
         options["params_specs"] = jax.tree.map(lambda leaf: getattr(getattr(leaf, "sharding", None), "spec", P()), params)
     params, row, key, model_state = jax.eval_shape(lambda *trees: trees, params, row, key, model_state)
 
-    def state_of(step: Step) -> TrainState:
-        return jax.eval_shape(lambda p, k, s: step.init(p, key=k, model_state=s), params, key, model_state)
-
     step = make_step(loss_fn, tx, **options)
-    state = state_of(step)
+    local = make_step(loss_fn, tx, **{name: value for name, value in options.items() if name not in ON_A_MESH})
+    state = jax.eval_shape(lambda p, k, s: local.init(p, key=k, model_state=s), params, key, model_state)
+    if mesh is not None:
+        state = state._replace(layout=_layout(params, mesh, options))
     if state.layout is not None:
         state = jax.tree.map(_placed, state, state.layout.shardings(state))
     replicas = state.layout.replicas if state.layout is not None else 1
     rows = solve_split(effective_batch=effective_batch, microbatch=1, replicas=replicas).accumulation_steps
-    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
-    program = _Program(step, state, row, rows, options.get("trainable"), device)
+    program = _Program(step, state, row, rows, options.get("trainable"), _place(target, mesh))
     checking = make_step(_naming_rows(loss_fn, row), tx, **options)
     jax.eval_shape(checking.update, state, program.window(1))
     return program
+
+
+def _layout(params: PyTree, mesh: Any, options: dict[str, Any]) -> Layout:
+    """What `Step.init` would give; that places arrays, for which there may be no devices."""
+    axes = options.get("data_axes") or ("data",)
+    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    sharded, trainable = options.get("shard_optimizer", False), options.get("trainable")
+    return layout_of(params, auto_mesh(mesh, axes), axes, options["params_specs"], sharded, trainable)
 
 
 def _naming_rows(loss_fn: LossFn, row: PyTree) -> LossFn:
@@ -289,8 +338,9 @@ def _bytes_on_device(tree: PyTree) -> int:
     return sum(map(size, jax.tree.leaves(tree)))
 
 
-def _parts(held: dict[str, int], memory: Memory) -> dict[str, int]:
+def _parts(held: dict[str, int], compiled: Compiled) -> dict[str, int]:
     """The compiler's total by part. The sum of gradients is temp memory; what no other part explains is `other`."""
+    memory: Memory = compiled.memory  # pyright: ignore[reportAssignmentType] (asked only of what has been compiled)
     sums = min(held["gradient accumulator"], memory.temp)
     given = held["params"] + held["optimizer state"] + held["inputs"]
     return {
@@ -300,15 +350,14 @@ def _parts(held: dict[str, int], memory: Memory) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _budget(budget: int | str | None, device: Any) -> int:
+def _budget(budget: int | str | None, place: _Place) -> int:
     if budget is not None:
         return parse_bytes(budget)
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit is None:
+    if place.limit is None:
         raise ValueError(
-            f"budget=None, and {device.device_kind} devices do not say how much memory they have. State budget='8GiB'."
+            f"budget=None, and {place.platform} devices do not say how much memory they have. State budget='8GiB'."
         )
-    return limit
+    return place.limit
 
 
 def _check_held(held: dict[str, int], budget: int, replicas: int) -> None:
@@ -323,18 +372,19 @@ def _check_held(held: dict[str, int], budget: int, replicas: int) -> None:
     )
 
 
-def _too_small(rows: int, parts: dict[str, int], budget: int) -> str:
+def _too_small(rows: int, held: dict[str, int], compiled: Compiled, budget: int) -> str:
+    help_ = (
+        "What can help: jax.checkpoint around layers for activations, shard_optimizer=True or params_specs over a mesh for "
+        "state, streaming with step.add for inputs."
+    )
+    if compiled.memory is None:
+        return f"microbatches of {rows} row, the smallest, do not fit the device: {compiled.refusal.rstrip('.')}. {help_}"
+    parts = _parts(held, compiled)
     told = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items())
     return (
         f"microbatches of {rows} row, the smallest, take {show_bytes(sum(parts.values()))} of every device, more than the "
-        f"budget of {show_bytes(budget)}: {told}. What can help: jax.checkpoint around layers for activations, "
-        "shard_optimizer=True or params_specs over a mesh for state, streaming with step.add for inputs."
+        f"budget of {show_bytes(budget)}: {told}. {help_}"
     )
-
-
-def _label(device: Any) -> str:
-    label = f"{device.platform} compiler of jax {jax.__version__}"
-    return f"{label}, {CPU_LABEL}" if device.platform == "cpu" else f"{label} for {device.device_kind}"
 
 
 def _collected(collectives: tuple[Collective, ...]) -> dict[str, int]:

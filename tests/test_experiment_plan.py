@@ -79,6 +79,7 @@ def test_another_effective_batch(config, capsys):
     [
         ("plan", [], "State budget="),
         ("plan", ["--budget", "lots"], "'lots' is no amount of memory"),
+        ("plan", ["--target", "h10x8"], "target='h10x8' is not known. Nearest: h100x8"),
         ("plan", ["--budget", "1KB"], "accumulation cannot help"),
         ("plan", ["--budget", "1GB", "--effective", "0"], "batch.effective=0 must be at least 1"),
         ("plan", ["--budget", "1GB", "--effective", "9", "--mesh", "data=2"], "Set effective_batch to 8 or 10"),

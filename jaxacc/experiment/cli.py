@@ -110,6 +110,7 @@ def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.Subco
     def plan(
         config_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")],
         config: Annotated[Config, tyro.conf.arg(name="")] = defaults,
+        target: str | None = None,
         budget: str | None = None,
         effective: int | None = None,
         write: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
@@ -120,6 +121,7 @@ def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.Subco
         Args:
             config_file: A TOML file. It comes first; every option after it replaces what the file says.
             config: The experiment.
+            target: Devices that need not be here, as in v5e:2x2 or h100x8. Default: those that are.
             budget: Memory of one device, as in 20GiB. Default: what the device has.
             effective: The effective batch. Default: the one the config states.
             write: Put what is chosen into the config file.
@@ -134,7 +136,7 @@ def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.Subco
             raise UserError(f"the config comes before the options: jaxacc plan {config_file} ...")
         console = Console()
         wanted = planning.for_planning(override(file, config), effective=effective, budget=budget)
-        chosen = planning.plan_config(wanted, console)
+        chosen = planning.plan_config(wanted, console, target=target)
         planning.show(chosen, console)
         if output is not None:
             write_json(output, chosen.to_dict())

@@ -32,16 +32,16 @@ def for_planning(config: Config, *, effective: int | None, budget: str | None) -
     )
 
 
-def plan_config(config: Config, console: Console) -> Plan:
-    """Plan a config whose microbatch is "auto", showing the candidates as they are compiled."""
+def plan_config(config: Config, console: Console, *, target: str | None = None) -> Plan:
+    """Plan a config whose microbatch is "auto", for a target or what is here, showing candidates as they are compiled."""
     check(config)
     with console.status("reading the data") as status:
-        problem = problem_of(config)
+        problem = problem_of(config, devices=target is None)
         status.update("compiling candidates")
-        return choose(problem, lambda text: console.print(text, highlight=False))
+        return choose(problem, lambda text: console.print(text, highlight=False), target=target)
 
 
-def choose(problem: Problem, say: Callable[[str], None]) -> Plan:
+def choose(problem: Problem, say: Callable[[str], None], *, target: str | None = None) -> Plan:
     """The plan of a problem."""
     config = problem.config
     tx, _ = optimizers.build(config.optimizer, updates=1000)  # how many changes numbers in the schedule, not the program
@@ -57,9 +57,9 @@ def choose(problem: Problem, say: Callable[[str], None]) -> Plan:
         chosen = plan(
             problem.loss_fn, tx, problem.params, {**row, ROW_MASK: flag, ROW_POSITION: place},
             effective_batch=config.batch.effective or 0, budget=config.batch.budget, key=jax.random.key(0), on_candidate=told,
-            **problem.options,
+            target=target, **problem.options,
         )  # fmt: skip
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise UserError(f"[batch] {error}") from error
     m, steps, replicas = chosen.split
     say(

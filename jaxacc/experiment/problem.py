@@ -41,9 +41,9 @@ class Problem(NamedTuple):
     options: dict[str, Any]
 
 
-def problem_of(config: Config) -> Problem:
-    """Read the data and describe the model."""
-    mesh = _mesh(config)
+def problem_of(config: Config, *, devices: bool = True) -> Problem:
+    """Read the data and describe the model, on the devices that are here or (`devices=False`) on none."""
+    mesh = _mesh(config) if devices else _abstract_mesh(config)
     corpus = load(config.data)
     row = corpus.train.batch(np.array([0]))
     _check_images(config, row)
@@ -79,6 +79,11 @@ def _check_images(config: Config, row: dict[str, np.ndarray]) -> None:
                 f"images of {height} x {width} pixels cannot be halved model.layers={config.model.layers} times. State fewer "
                 f"layers, or give images of a multiple of {factor} pixels."
             )
+
+
+def _abstract_mesh(config: Config) -> jax.sharding.AbstractMesh | None:
+    axes = {"data": 1, **config.mesh}
+    return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes)) if config.mesh else None
 
 
 def _mesh(config: Config) -> jax.sharding.Mesh | None:
