@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from jaxacc._fit import check_lines, largest_that_fits, predict
 from jaxacc._flops import matrix_flops
 from jaxacc._inspect import Collective, Memory
 from jaxacc._mesh import Layout, auto_mesh, layout_of
+from jaxacc._search import Searchable, Setting, settings_of, show_setting, turn_on
 from jaxacc._split import Split, solve_split
 from jaxacc._step import Step, TrainState, make_step
 from jaxacc._targets import Target, target_of
@@ -60,6 +61,8 @@ class Plan(NamedTuple):
       collectives: those of the compiled step.
       candidates: the microbatches that were compiled, and those up to the chosen one whose memory follows, in ascending order.
       compiler: where the figures come from, and what they are worth.
+      setting: what `search` turned on: `{"remat": "dots"}` for instance; empty where it fits without.
+      savings: bytes that each of what `search` names saves on each device at the chosen microbatch; negative where it costs.
     """
 
     split: Split
@@ -69,6 +72,8 @@ class Plan(NamedTuple):
     collectives: tuple[Collective, ...]
     candidates: tuple[Candidate, ...]
     compiler: str
+    setting: Setting
+    savings: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -87,6 +92,7 @@ class Plan(NamedTuple):
             "total": self.total, "budget": self.budget, "headroom": self.headroom, "flops_per_window": self.flops,
             "collectives": [{**found._asdict(), "axes": list(found.axes)} for found in self.collectives],
             "candidates": [candidate._asdict() for candidate in self.candidates], "compiler": self.compiler,
+            "setting": dict(self.setting), "savings": dict(self.savings),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -99,6 +105,8 @@ class Plan(NamedTuple):
             *(f"  {name:<28}{show_bytes(size):>12}" for name, size in _collected(self.collectives).items()),
             f"  {'candidates':<12}{'A':>8}{'bytes':>20}",
             *(f"  {c.microbatch:<12}{c.accumulation_steps:>8}{_told(c):>20}" for c in self.candidates if c.compiled),
+            *([f"  turned on: {show_setting(self.setting)}"] if self.setting else []),
+            *(f"  {f'saved by {name}':<28}{show_bytes(size):>12}" for name, size in self.savings.items()),
             f"figures: {self.compiler}",
         ]
         return "\n".join(lines)
@@ -114,6 +122,7 @@ def plan(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     target: str | None = None,
     budget: int | str | None = None,
+    search: Sequence[Searchable] = (),
     key: Any = None,
     model_state: PyTree = None,
     on_candidate: Callable[[Candidate], None] | None = None,
@@ -137,6 +146,10 @@ def plan(
         `"cpux8"` for an estimate. Each compilation runs in a process of its own, and its figures are kept on disk.
       budget: memory of one device in bytes, or as in `"20GiB"`; None is what the device says it has. Of a GPU as target it is
         the share that JAX takes by default, 75 %.
+      search: what may be turned on where nothing fits without, tried in this order, one thing before two: `"remat"`, which is
+        `jax.checkpoint(loss_fn, policy=...)` that keeps the `"dots"`
+        (`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`), then nothing (`"full"`); `"fold"`, the carry instead of
+        what `fold="auto"` takes; `"shard_optimizer"`. `savings` says what each is worth.
       key: as for `Step.init`, an array or its shape.
       model_state: as for `Step.init`, arrays or shapes.
       on_candidate: called with every candidate once it is compiled.
@@ -165,9 +178,44 @@ def plan(
     if aim is not None and mesh is None and aim.devices > 1:
         mesh = jax.sharding.AbstractMesh((aim.devices,), ("data",))
     _check_devices(aim, mesh)
-    program = _program(loss_fn, tx, params_spec, row_spec, effective_batch, mesh, aim, key, model_state, step_options)
+
+    def program_of(setting: Setting) -> _Program:
+        loss, options = turn_on(setting, loss_fn, step_options)
+        return _program(loss, tx, params_spec, row_spec, effective_batch, mesh, aim, key, model_state, options)
+
+    plain = program_of({})
+    settings = settings_of(search, step_options, plain.replicas)
+    for setting in settings:
+        program = program_of(setting) if setting else plain
+        try:
+            found = _fit(program, budget, step_options.get("accumulator_dtype"), on_candidate)
+        except _TooLargeError as error:
+            if setting == settings[-1]:
+                tried = f" Tried: {'; '.join(map(show_setting, settings[1:]))}." if settings[1:] else ""
+                raise ValueError(f"{error}{tried}") from error
+        else:
+            single = {show_setting(one): program_of(one) for one in settings if len(one) == 1}
+            return found._replace(setting=setting, savings=_savings(plain, single, found.split.microbatch))
+    raise AssertionError("nothing turned on is a setting")
+
+
+class _TooLargeError(ValueError):
+    """No microbatch fits, which another setting may change."""
+
+
+def _savings(plain: _Program, others: dict[str, _Program], microbatch: int) -> dict[str, int]:
+    """Bytes that each of the others takes less than the plain program, of those that can be compiled."""
+    base = plain.compile(microbatch).memory if others else None
+    found = {name: program.compile(microbatch).memory for name, program in others.items()} if base is not None else {}
+    return {name: base.total - memory.total for name, memory in found.items() if base is not None and memory is not None}
+
+
+def _fit(
+    program: _Program, budget: int | str | None, accumulator_dtype: Any, on_candidate: Callable[[Candidate], None] | None
+) -> Plan:
+    """The largest microbatch with which a program fits."""
     allowed = _budget(budget, program.place)
-    held = program.held(step_options.get("accumulator_dtype"))
+    held = program.held(accumulator_dtype)
     _check_held(held, allowed, program.replicas)
     compiled: dict[int, Compiled] = {}
 
@@ -181,7 +229,7 @@ def plan(
     sizes = [d for d in range(1, program.rows + 1) if program.rows % d == 0]
     chosen, measured = largest_that_fits(sizes, measure, allowed)
     if chosen is None:
-        raise ValueError(_too_small(sizes[0], held, compiled[sizes[0]], allowed))
+        raise _TooLargeError(_too_small(sizes[0], held, compiled[sizes[0]], allowed))
     smaller = [m for m in sizes if m <= chosen] if chosen < sizes[-1] else []
     check_lines(smaller, measure, measured)
     totals = {m: measured[m] if m in measured else predict(measured, m, whole=sizes[-1]) for m in sizes}
@@ -192,7 +240,7 @@ def plan(
             program.candidate(m, totals[m], allowed, compiled=m in measured)
             for m in sizes if m in measured or m in smaller
         ),
-        compiler=program.place.label,
+        compiler=program.place.label, setting={}, savings={},
     )  # fmt: skip
 
 
@@ -365,7 +413,7 @@ def _check_held(held: dict[str, int], budget: int, replicas: int) -> None:
     if params + opt_state <= budget:
         return
     sharded = f"over the {replicas} replicas" if replicas > 1 else "over the replicas of a mesh"
-    raise ValueError(
+    raise _TooLargeError(
         f"params ({show_bytes(params)}) and optimizer state ({show_bytes(opt_state)}) take {show_bytes(params + opt_state)} of "
         f"every device, more than the budget of {show_bytes(budget)}: accumulation cannot help. What can: shard_optimizer=True "
         f"{sharded}, params_specs that shard the parameters too (FSDP), bfloat16 optimizer state, or trainable= for a subset."

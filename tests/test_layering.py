@@ -11,7 +11,7 @@ PACKAGE = Path(jaxacc.__file__).parent
 ORDER = [
     "_tree", "_mean", "_ledger", "_split", "_keys", "_scaling", "_noise", "_contract", "_model_state", "_fold", "_accumulate",
     "_two_pass", "_mesh", "_stream",
-    "_step", "_inspect", "_targets", "_compiler", "_bytes", "_flops", "_fit", "_plan", "_distributed", "losses",
+    "_step", "_inspect", "_targets", "_compiler", "_bytes", "_flops", "_fit", "_search", "_plan", "_distributed", "losses",
     "_sizes", "_rows", "windows", "streaming", "experiment", "__init__",
     "__main__",
 ]  # fmt: skip

@@ -49,7 +49,7 @@ def main(argv: list[str], *, connect: Callable[..., None] = lambda **_: None) ->
 
 
 def _named_config(argv: list[str]) -> Config | None:
-    """The config that the command names, read before the options are: it holds their defaults."""
+    """The config that `train` or `plan` names, read before the options are: it holds their defaults."""
     return load(Path(argv[1])) if len(argv) > 1 and argv[0] in ("train", "plan") and not argv[1].startswith("-") else None
 
 
@@ -107,24 +107,6 @@ def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.Subco
         return 0
 
     @app.command
-    def export(
-        run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_DIR")],
-        out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")],
-        checkpoint: str = "latest",
-    ) -> int:
-        """Write the trained parameters of a run to a new folder for Orbax, or to a file OUT.safetensors.
-
-        Args:
-            run_dir: The folder of the run.
-            out: Where to write; it must not exist.
-            checkpoint: latest, best (by evaluation loss), or a number of updates.
-        """
-        from jaxacc.experiment.export import export as write
-
-        print(f"parameters after update {write(run_dir, out, checkpoint=checkpoint)} in {out}")
-        return 0
-
-    @app.command
     def plan(
         config_file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")],
         config: Annotated[Config, tyro.conf.arg(name="")] = defaults,
@@ -161,6 +143,24 @@ def _app(file: Config | None, connect: Callable[..., None]) -> tyro.extras.Subco
         if write:
             planning.write(config_file, chosen)
             console.print(f"written to {config_file}", soft_wrap=True)
+        return 0
+
+    @app.command
+    def export(
+        run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN_DIR")],
+        out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")],
+        checkpoint: str = "latest",
+    ) -> int:
+        """Write the trained parameters of a run to a new folder for Orbax, or to a file OUT.safetensors.
+
+        Args:
+            run_dir: The folder of the run.
+            out: Where to write; it must not exist.
+            checkpoint: latest, best (by evaluation loss), or a number of updates.
+        """
+        from jaxacc.experiment.export import export as write
+
+        print(f"parameters after update {write(run_dir, out, checkpoint=checkpoint)} in {out}")
         return 0
 
     return app

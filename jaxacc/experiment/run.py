@@ -23,6 +23,8 @@ from jaxacc.experiment import sheet
 from jaxacc.experiment.checkpoint import Checkpoints, open_checkpoints
 from jaxacc.experiment.config import Config, to_tree
 from jaxacc.experiment.folder import check_folder, locked
+from jaxacc.experiment.memory import Meter
+from jaxacc.experiment.memory import read as read_memory
 from jaxacc.experiment.prepare import Experiment, Given, Update, prepare
 from jaxacc.experiment.progress import Report, progress
 from jaxacc.experiment.records import Records, write_json
@@ -61,7 +63,10 @@ def train(
     with ExitStack() as stack:
         stop = stack.enter_context(stopping(stop_after))
         checkpoints = stack.enter_context(_opened(run_dir, config)) if resume else None
+        meter = Meter(tell, slack=config.input.prefetch)
+        meter.mark("baseline")
         experiment = prepare(config, say=tell)
+        meter.mark("after_init")
         start, state = 0, experiment.state
         if checkpoints is not None:
             start, state = restore(experiment, checkpoints, resume_from, tell, allow_change=allow_change)
@@ -72,7 +77,8 @@ def train(
         tell(f"run folder {run_dir}")
         for note in experiment.corpus.notes:
             tell(f"note: {note}")
-        return _run(experiment, run_dir, state, start, update, checkpoints, Agreement(stop, experiment.mesh), console)
+        agreement = Agreement(stop, experiment.mesh)
+        return _run(experiment, run_dir, state, start, update, checkpoints, agreement, meter, console)
 
 
 @contextmanager
@@ -87,7 +93,7 @@ def _opened(run_dir: Path, config: Config) -> Iterator[Checkpoints]:
 
 def _run(
     experiment: Experiment, run_dir: Path, state: TrainState, start: int, update: Update, checkpoints: Checkpoints, stop: Stop,
-    console: Console,
+    meter: Meter, console: Console,
 ) -> dict[str, Any]:  # fmt: skip
     """Run the windows that are left, and write what the run folder holds."""
     writes = jax.process_index() == 0
@@ -95,7 +101,7 @@ def _run(
         write_json(run_dir / "config.json", to_tree(experiment.config))
     files = (Records(run_dir / f"{name}.jsonl", upto=start, writes=writes) for name in ("records", "evals"))
     with closing(next(files)) as records, closing(next(files)) as evals:
-        state, reason, attempted = _loop(experiment, state, start, update, checkpoints, records, evals, stop, console)
+        state, reason, attempted = _loop(experiment, state, start, update, checkpoints, records, evals, stop, meter, console)
         checkpoints.wait()
         if reason is not None:
             config = run_dir / "config.json"
@@ -103,6 +109,7 @@ def _run(
             console.print(f"stopped by {reason.text} after update {attempted}, saved. {hint}", soft_wrap=True, highlight=False)
             raise StoppedError(reason, attempted)
         result = _sheet(experiment, state, update.largest, records, evals)
+        result["measured_memory"] = meter.measured_in(run_dir)
     if writes:
         write_json(run_dir / "sheet.json", result)
     sheet.show(result, console)
@@ -147,6 +154,8 @@ class Recorder:
         }  # fmt: skip
         optional = {"loss_scale": info.loss_scale, "noise_scale": info.noise_scale}
         record |= {name: float(value) for name, value in optional.items() if value is not None}
+        held = read_memory()
+        record |= {"memory_bytes": held.in_use, "memory_source": held.source}
         self._seconds += seconds
         self._tokens, self._tokens_before = self._tokens + counts["tokens"] - self._tokens_before, counts["tokens"]
         self._records.append(record)
@@ -166,7 +175,7 @@ def evaluate(step: Step, state: TrainState, windows: Iterable[Any]) -> Mean:
 
 def _loop(
     experiment: Experiment, state: TrainState, start: int, update: Update, checkpoints: Checkpoints, records: Records,
-    evals: Records, stop: Stop, console: Console,
+    evals: Records, stop: Stop, meter: Meter, console: Console,
 ) -> tuple[TrainState, Reason | None, int]:  # fmt: skip
     """Run the windows from the state's position to the end of the plan, or to a reason to stop."""
     config, plan = experiment.config, experiment.plan
@@ -182,6 +191,10 @@ def _loop(
         for attempted, (window, waited) in enumerate(_timed(experiment.windows(start)), start + 1):
             state, given = update(state, window)
             recorder.push(given, waited)
+            if attempted == start + 1:
+                recorder.flush()
+                meter.mark("first_window")
+            meter.window()
             ends = attempted == plan.updates
             reason = None if ends else stop(attempted)
             periods = config.train.eval_every, config.checkpoint.every

@@ -50,7 +50,9 @@ def peak_memory(compiled: Any) -> tuple[int | None, str]:
 def show(sheet: dict[str, Any], console: Console) -> None:
     """Print the sheet as a table."""
     table = Table("quantity", "value", title="sheet")
-    for name, value in sheet.items():
+    parts = sheet.get("measured_memory", {})
+    shown = {name: value for name, value in sheet.items() if value is not parts}
+    for name, value in (shown | {f"memory {name}": value for name, value in parts.items()}).items():
         text = f"{value:,}" if isinstance(value, int) else f"{value:.4f}" if isinstance(value, float) else str(value)
         table.add_row(name, text)
     console.print(table)
