@@ -64,7 +64,7 @@ def damaging():
     time.sleep(0.5)
 
 
-OLD = sys.version_info < (3, 12)
+once = pytest.mark.skipif(sys.version_info < (3, 12), reason="slow: one Python is enough")
 
 
 def lines(path):
@@ -121,6 +121,7 @@ def assert_same_run(folder, whole):
     assert [record["attempted"] for record in lines(folder / "records.jsonl")] == list(range(1, 7))
 
 
+@once
 def test_stopped_at_every_window(config, whole, tmp_path, monkeypatch, capsys):
     """SIGTERM finishes the window in flight, saves, exits with 75 and says how to go on; the end is bit-equal (law 7)."""
     folder = tmp_path / "run"
@@ -192,6 +193,7 @@ def test_a_damaged_checkpoint_is_passed_over(damaging, damage, config, whole, co
     assert (copied / "checkpoints" / "6.bad").exists()  # its place was needed for the good one
 
 
+@once
 def test_no_checkpoint_is_readable(damaging, config, copied, capsys):
     """A clear error, not a new start."""
     for step in steps_of(copied):
@@ -202,6 +204,7 @@ def test_no_checkpoint_is_readable(damaging, config, copied, capsys):
     assert (copied / "records.jsonl").read_text() == before
 
 
+@once
 def test_another_model_names_its_leaves(config, copied, capsys):
     """Though the change of configuration was allowed."""
     assert train(config, copied, "--resume", "--allow-change", "--model.hidden", "64") == 2
@@ -212,6 +215,7 @@ def test_another_model_names_its_leaves(config, copied, capsys):
     assert "missing now" in capsys.readouterr().err
 
 
+@once
 def test_a_newer_format(config, copied, monkeypatch, capsys):
     """Refused by name, not taken for damage."""
     monkeypatch.setattr("jaxacc.experiment.checkpoint.FORMAT", 0)
@@ -219,6 +223,7 @@ def test_a_newer_format(config, copied, monkeypatch, capsys):
     assert "has format 1, and this jaxacc reads 0 at most" in capsys.readouterr().err
 
 
+@once
 def test_restoring_best_or_a_given_update(config, whole, copied, capsys):
     """Later checkpoints are put aside, so that the run writes them anew, to the same end."""
     assert train(config, copied, "--resume", "--resume-from", "5") == 2
@@ -274,7 +279,7 @@ def test_checksums_see_every_bit():
         assert checksums([jnp.asarray(leaf[::-1].copy())]) != [sums]
 
 
-@pytest.mark.skipif(OLD, reason="slow: once is enough, and examples/orbax_library.py changes the mesh on either")
+@once
 def test_elastic(config, whole, tmp_path, monkeypatch, capsys):
     """(m, A, D) = (8, 1, 1), (2, 4, 1), (1, 2, 4) with its optimizer sharded, and back to (2, 4, 1): the same losses."""
     folder = tmp_path / "run"
@@ -298,6 +303,7 @@ def test_elastic(config, whole, tmp_path, monkeypatch, capsys):
     assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-4)
 
 
+@once
 def test_another_effective_batch_is_refused(config, copied, capsys):
     """Its windows would begin elsewhere, so that rows would be repeated or left out."""
     options = ("--batch.effective", "16", "--train.updates", "12")
@@ -314,6 +320,7 @@ def test_two_runs_in_one_folder(config, copied, capsys):
     assert "another process runs in" in capsys.readouterr().err
 
 
+@once
 def test_a_full_disk(config, tmp_path, monkeypatch, capsys):
     """A save that fails ends the run with the reason and the checkpoints that are there; it goes on once there is room."""
     real, failing = ocp.CheckpointManager.save, [4]
@@ -343,6 +350,7 @@ def test_a_config_of_a_run_is_a_config(config, whole, tmp_path):
         load(bad)
 
 
+@once
 def test_exported_parameters(whole, copied, tmp_path, capsys):
     """Read back by plain Orbax, those of the sheet; a damaged checkpoint, a second export and no run are refused."""
     assert main(["export", str(whole), str(tmp_path / "params")]) == 0
@@ -356,6 +364,7 @@ def test_exported_parameters(whole, copied, tmp_path, capsys):
     assert "has no checkpoints" in capsys.readouterr().err
 
 
+@once
 def test_exported_tensors(whole, tmp_path, capsys):
     """One file, by path, where the package is installed; else the error says how to install it."""
     try:
@@ -368,7 +377,7 @@ def test_exported_tensors(whole, tmp_path, capsys):
     assert load_file(tmp_path / "m.safetensors")["embed/embedding"].shape[1] == 16
 
 
-@pytest.mark.skipif(OLD, reason="five processes: once is enough")
+@once
 def test_killed_three_times(monkeypatch):
     """SIGKILL, one of them in a save: parameters, records and evaluations as of a run never killed (`benchmarks.kill`)."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", jax.config.jax_compilation_cache_dir)

@@ -1,6 +1,7 @@
 """What `[numerics]` and `model.precision` do to a run."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,14 +37,20 @@ every = 0
 """
 
 
+once = pytest.mark.skipif(sys.version_info < (3, 12), reason="slow: one Python is enough")
+
+
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
     ("precision", "held", "scaled"),
-    [("bfloat16", "float32", False), ("bfloat16_params", "bfloat16", False), ("float16", "float32", True)],
-)
+    [
+        ("float16", "float32", True), pytest.param("bfloat16", "float32", False, marks=once),
+        pytest.param("bfloat16_params", "bfloat16", False, marks=once),
+    ],
+)  # fmt: skip
 def test_precisions(precision, held, scaled, config, tmp_path):
     """Every policy learns; the sheet names it; a float16 run has its scale in state, records and checkpoints."""
     arguments = ["train", config, "--run-dir", str(tmp_path / "run"), "--model.precision", precision]
