@@ -37,7 +37,7 @@ dropout = 0.1
 every = 2
 keep = 3
 """
-UNLIKE = ("seconds", "waited")
+UNLIKE = ("seconds", "waited", "memory_bytes", "measured_memory")
 """What two runs cannot have in common."""
 
 
@@ -80,8 +80,8 @@ def outcome(folder):
     """Sheet, and records and evaluations without what differs between any two runs."""
     files = (folder / "records.jsonl", folder / "evals.jsonl")
     rows = [[json.loads(line) for line in path.read_text().splitlines()] for path in files]
-    kept = [[{name: value for name, value in row.items() if name not in UNLIKE} for row in table] for table in rows]
-    return json.loads((folder / "sheet.json").read_text()), *kept
+    alike = lambda row: {name: value for name, value in row.items() if name not in UNLIKE}
+    return alike(json.loads((folder / "sheet.json").read_text())), *([alike(row) for row in table] for table in rows)
 
 
 def measure(kills, updates, *, in_save, seed=0):
