@@ -1,6 +1,7 @@
 """Measured memory: every figure with its source, and buffers that grow are named."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -28,6 +29,7 @@ hidden = 16
 GIB = 2**30
 
 
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="slow: one Python is enough")
 def test_a_run_says_what_it_held(config, tmp_path):
     """In the sheet and in every record, from the process on CPUs; live buffers do not grow over nine windows."""
     assert main(["train", config, "--run-dir", str(tmp_path / "run")]) == 0

@@ -1,5 +1,7 @@
 """What a plan may turn on: in the order of cost, only where nothing fits without, with what each is worth."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ from problems import FOLDS
 
 import jaxacc
 from jaxacc._search import settings_of
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="slow: one Python is enough")
 
 WIDTH, ROWS, LENGTH = 32, 8, 64
 PARAMS = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
