@@ -2,7 +2,7 @@
 
     python -m benchmarks.checkpoint
 
-AdamW on 2.1 million parameters per layer, a save every tenth update. Blocks of updates with and without saves alternate, so
+AdamW on 2.1 million parameters, a save every tenth update. Blocks of updates with and without saves alternate, so
 that what else the machine does falls on both.
 """
 
