@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from jaxacc.experiment.cli import main
 from jaxacc.experiment.config import check, load
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="slow: test_plan.py runs on either")
 
 CONFIG = """
 # kept

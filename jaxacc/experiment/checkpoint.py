@@ -225,8 +225,8 @@ def open_checkpoints(folder: Path, *, keep: int = 1, best: int = 0, every: int =
         policies.append(managers.EveryNSteps(every))
     retention = Retention(managers.AnyPreservationPolicy(policies))
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=retention, enable_async_checkpointing=True, cleanup_tmp_directories=not read_only, read_only=read_only, create=not read_only,
-        lightweight_initialize=True,
+        preservation_policy=retention, enable_async_checkpointing=True, cleanup_tmp_directories=not read_only,
+        read_only=read_only, create=not read_only, lightweight_initialize=True,
     )  # fmt: skip
     try:
         manager = ocp.CheckpointManager(folder.absolute(), options=options)

@@ -17,7 +17,7 @@ Tell = Callable[[str], None]
 
 FREE_TO_CHANGE = (
     "train.updates", "train.epochs", "train.tokens", "train.eval_every", "checkpoint.every", "checkpoint.keep",
-    "checkpoint.keep_best", "checkpoint.keep_every", "input.prefetch", "input.workers", "numerics.raise_after",
+    "checkpoint.keep_best", "checkpoint.keep_every", "input.prefetch", "input.workers", "numerics.raise_after", "batch.budget",
 )  # fmt: skip
 """What a resumed run may state differently without more ado."""
 SPLIT = ("batch.effective", "batch.microbatch", "batch.accumulation_steps")
