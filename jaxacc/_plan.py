@@ -28,6 +28,11 @@ from jaxacc._tree import PyTree, partition
 CPU_LABEL = "an estimate for any other device: real TPUs and GPUs were found to need temp memory 1.05 to 2.2 times off"
 """What figures of the CPU compiler are worth elsewhere."""
 
+STATE_NOTE = (
+    "the model has state: where it depends on the rows of a microbatch (batch statistics), the microbatch matters to it"
+)
+"""What a plan says of models whose result is not the same for every microbatch."""
+
 ON_A_MESH = ("mesh", "data_axes", "params_specs", "shard_optimizer", "reduction_dtype")
 """Arguments of `make_step` that do not change what one device's state looks like."""
 
@@ -63,6 +68,7 @@ class Plan(NamedTuple):
       compiler: where the figures come from, and what they are worth.
       setting: what `search` turned on: `{"remat": "dots"}` for instance; empty where it fits without.
       savings: bytes that each of what `search` names saves on each device at the chosen microbatch; negative where it costs.
+      notes: what to know before taking the microbatch.
     """
 
     split: Split
@@ -74,6 +80,7 @@ class Plan(NamedTuple):
     compiler: str
     setting: Setting
     savings: dict[str, int]
+    notes: tuple[str, ...]
 
     @property
     def total(self) -> int:
@@ -92,7 +99,7 @@ class Plan(NamedTuple):
             "total": self.total, "budget": self.budget, "headroom": self.headroom, "flops_per_window": self.flops,
             "collectives": [{**found._asdict(), "axes": list(found.axes)} for found in self.collectives],
             "candidates": [candidate._asdict() for candidate in self.candidates], "compiler": self.compiler,
-            "setting": dict(self.setting), "savings": dict(self.savings),
+            "setting": dict(self.setting), "savings": dict(self.savings), "notes": list(self.notes),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -107,6 +114,7 @@ class Plan(NamedTuple):
             *(f"  {c.microbatch:<12}{c.accumulation_steps:>8}{_told(c):>20}" for c in self.candidates if c.compiled),
             *([f"  turned on: {show_setting(self.setting)}"] if self.setting else []),
             *(f"  {f'saved by {name}':<28}{show_bytes(size):>12}" for name, size in self.savings.items()),
+            *(f"note: {note}" for note in self.notes),
             f"figures: {self.compiler}",
         ]
         return "\n".join(lines)
@@ -241,6 +249,7 @@ def _fit(
             for m in sizes if m in measured or m in smaller
         ),
         compiler=program.place.label, setting={}, savings={},
+        notes=() if program.state.model_state is None else (STATE_NOTE,),
     )  # fmt: skip
 
 
@@ -259,9 +268,16 @@ def _place(target: Target | None, mesh: Any) -> _Place:
         platform, limit, kind = target.platform, target.limit, target.name
     else:
         device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
-        platform, limit, kind = device.platform, (device.memory_stats() or {}).get("bytes_limit"), device.device_kind
+        platform, limit, kind = device.platform, device_limit(mesh), device.device_kind
     worth = f", {CPU_LABEL}" if platform == "cpu" else f" for {kind}"
     return _Place(platform, limit, f"{platform} compiler of jax {jax.__version__}{worth}", target)
+
+
+def device_limit(mesh: jax.sharding.Mesh | None) -> int | None:
+    """Bytes that every device of this process may give, of those on the mesh; None where they do not say."""
+    devices = mesh.local_devices if mesh is not None else jax.devices()[:1]
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _check_devices(target: Target | None, mesh: Any) -> None:

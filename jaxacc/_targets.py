@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 GIB = 1024**3
-TPU_LIMITS = {"v5e": 15.75, "v6e": 31.24, "v5p": 95.73}
+TPU_LIMITS = {"v5e": 15.75, "v6e": 31.24, "v5p": 95.73, "tpu7x": 94.74}
 """GiB of a device that a program may take: what the compiler itself refuses to exceed."""
+DEVICES_PER_CHIP = {"tpu7x": 2}
 TPU_EXAMPLES = ("v5e:2x2", "v5e:4x4", "v5p:2x2x1", "v6e:2x4")
 GPU_SHARE = 0.75
 """What JAX takes of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
@@ -53,16 +54,18 @@ class Gpu(NamedTuple):
 
 HOPPER = {"clock_ghz": 1.98, "shared_per_core": 233472, "shared_per_block": 232448}
 AMPERE = {"clock_ghz": 1.41, "shared_per_core": 167936, "shared_per_block": 166912, "fpus_per_core": 64}
-ADA = {"shared_per_core": 102400, "shared_per_block": 101376, "threads_per_core": 1536}
+CONSUMER = {"shared_per_core": 102400, "shared_per_block": 101376, "threads_per_core": 1536}
 MIB = 1024**2
 GPUS = {
     "h100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 84942979072, 3352 * 10**9, 50 * MIB, **HOPPER),
     "h200": Gpu("NVIDIA H200", (9, 0), 132, 150110011392, 4800 * 10**9, 50 * MIB, **HOPPER),
     "a100-40": Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 42297786368, 1555 * 10**9, 40 * MIB, **AMPERE),
     "a100-80": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 84986691584, 2039 * 10**9, 40 * MIB, **AMPERE),
-    "l4": Gpu("NVIDIA L4", (8, 9), 58, 23580639232, 300 * 10**9, 48 * MIB, 2.04, **ADA),
-    "l40s": Gpu("NVIDIA L40S", (8, 9), 142, 47681896448, 864 * 10**9, 96 * MIB, 2.52, **ADA),
-    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 25386352640, 1008 * 10**9, 72 * MIB, 2.52, **ADA),
+    "l4": Gpu("NVIDIA L4", (8, 9), 58, 23580639232, 300 * 10**9, 48 * MIB, 2.04, **CONSUMER),
+    "l40s": Gpu("NVIDIA L40S", (8, 9), 142, 47681896448, 864 * 10**9, 96 * MIB, 2.52, **CONSUMER),
+    "a10g": Gpu("NVIDIA A10G", (8, 6), 80, 23600000000, 600 * 10**9, 6 * MIB, 1.71, **CONSUMER),
+    "rtx3090": Gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 25300000000, 936 * 10**9, 6 * MIB, 1.70, **CONSUMER),
+    "rtx4090": Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 25386352640, 1008 * 10**9, 72 * MIB, 2.52, **CONSUMER),
 }
 """Memory is what the driver reports, a little less than the name says."""
 
@@ -117,7 +120,8 @@ def _parse(name: str) -> Target | None:
     slice_ = re.fullmatch(r"(v\d+[a-z]?|tpu7x):(\d+(?:x\d+){1,2})", name)
     if slice_ is not None and slice_.group(1) in TPU_LIMITS:
         chips = math.prod(int(side) for side in slice_.group(2).split("x"))
-        return Target(name, "tpu", chips, round(TPU_LIMITS[slice_.group(1)] * GIB)) if chips else None
+        devices = chips * DEVICES_PER_CHIP.get(slice_.group(1), 1)
+        return Target(name, "tpu", devices, round(TPU_LIMITS[slice_.group(1)] * GIB)) if chips else None
     counted = re.fullmatch(r"([\w-]+)x([1-9]\d*)", name)
     if counted is not None and counted.group(1) in GPUS:
         return Target(name, "cuda", int(counted.group(2)), round(GPU_SHARE * GPUS[counted.group(1)].memory))

@@ -28,7 +28,14 @@ def plan(**options):
 
 @pytest.mark.parametrize(
     ("name", "platform", "devices"),
-    [("v5e:2x2", "tpu", 4), ("v5p:2x2x1", "tpu", 4), ("h100x8", "cuda", 8), ("a100-80x4", "cuda", 4), ("cpux3", "cpu", 3)],
+    [
+        ("v5e:2x2", "tpu", 4),
+        ("v5p:2x2x1", "tpu", 4),
+        ("tpu7x:2x2x1", "tpu", 8),
+        ("h100x8", "cuda", 8),
+        ("a100-80x4", "cuda", 4),
+        ("cpux3", "cpu", 3),
+    ],
 )
 def test_names(name, platform, devices, monkeypatch):
     monkeypatch.setattr(_targets, "missing_for", lambda _: [])

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 from rich.table import Table
 
 from jaxacc._bytes import show_bytes
-from jaxacc._plan import Candidate, Plan, plan
+from jaxacc._plan import Candidate, Plan, device_limit, plan
 from jaxacc._rows import ROW_POSITION
 from jaxacc._split import ROW_MASK
 from jaxacc.experiment import optimizers
@@ -56,8 +57,8 @@ def choose(problem: Problem, say: Callable[[str], None], *, target: str | None =
     try:
         chosen = plan(
             problem.loss_fn, tx, problem.params, {**row, ROW_MASK: flag, ROW_POSITION: place},
-            effective_batch=config.batch.effective or 0, budget=config.batch.budget, key=jax.random.key(0), on_candidate=told,
-            target=target, **problem.options,
+            effective_batch=config.batch.effective or 0, budget=_budget(problem, target), target=target,
+            key=jax.random.key(0), on_candidate=told, **problem.options,
         )  # fmt: skip
     except (ValueError, RuntimeError) as error:
         raise UserError(f"[batch] {error}") from error
@@ -67,6 +68,16 @@ def choose(problem: Problem, say: Callable[[str], None], *, target: str | None =
         f"{show_bytes(chosen.total)} of {show_bytes(chosen.budget)} per device ({chosen.compiler})"
     )
     return chosen
+
+
+def _budget(problem: Problem, target: str | None) -> int | str | None:
+    """What is stated, or what the device with the least memory has, of all processes: they must choose alike."""
+    stated = problem.config.batch.budget
+    if stated is not None or target is not None or jax.process_count() == 1:
+        return stated
+    mebibytes = np.int32((device_limit(problem.options["mesh"]) or 0) // 2**20)  # 64 bits do not cross
+    least = int(np.min(multihost_utils.process_allgather(mebibytes)))
+    return least * 2**20 if least else None
 
 
 def settled(config: Config, chosen: Plan) -> Config:
